@@ -43,9 +43,9 @@ MIN_CAPACITY = 1.88
 Larger heads give a higher ratio."""
 HEAD_SIZES = (32, 64, 128)
 PROOF = (
-    "tests/unit/kernels/test_quantised_pool.py",
-    "tests/unit/kernels/test_int8_linear.py",
-    "tests/unit/bench/test_kv_accuracy.py",
+    "tests/unit/kernels/test_cache_ops.py",
+    "tests/unit/kernels/test_cpu_linears.py",
+    "tests/unit/bench/test_figures.py",
 )
 
 

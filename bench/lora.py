@@ -43,7 +43,7 @@ GOAL_OF_SLOTS = 0.97
 PROOF = (
     "tests/unit/kernels/test_lora.py",
     "tests/unit/worker/test_lora_tokens.py",
-    "tests/unit/bench/test_lora_bench.py",
+    "tests/unit/bench/test_figures.py",
 )
 ARMS = {"none": False, "slots": False, "adapters": True}
 """Whether the sequences of an arm use adapters. The first arm's engine has no slots."""

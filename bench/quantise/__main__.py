@@ -28,7 +28,7 @@ GROUP = BLOCK = 32
 MAX_PERPLEXITY_RATIO = {4: 1.10, 8: 1.01}
 """Maximum ratio to the perplexity in full precision, by bits. Round-to-nearest in 4 bits harms so small a model."""
 PROOF = (
-    "tests/unit/kernels/test_grouped_linear.py",
+    "tests/unit/kernels/test_cpu_linears.py",
     "tests/unit/kernels/test_quantised.py",
     "tests/unit/worker/test_quantised_checkpoints.py",
 )

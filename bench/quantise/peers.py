@@ -59,7 +59,7 @@ PAIRS = (
     ("blockyard int8", "llama.cpp Q8_0"),
 )
 JUDGED = "1 decode"
-PROOF = ("tests/unit/kernels/test_grouped_linear.py", "tests/unit/bench/test_llamacpp_peer.py")
+PROOF = ("tests/unit/kernels/test_cpu_linears.py", "tests/unit/bench/test_figures.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ CALL_BYTES = 256 << 20
 ROWS = (1, 4, 16, 64)
 TURNS = 15
 MIN_SHARE, MIN_GAIN = 0.8, 2.0
-PROOF = ("tests/unit/kernels/test_grouped_linear.py",)
+PROOF = ("tests/unit/kernels/test_cpu_linears.py",)
 READING = "reading"
 
 

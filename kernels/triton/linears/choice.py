@@ -1,9 +1,10 @@
 """Tile sizes of products with quantised weights, and how many programs share their columns. Imports no triton.
 
 Nothing is tried at run time. The sizes are those whose compiled code spills nothing and keeps tiles in flight on every
-GPU of tests/unit/kernels/compile_linears.py. With int4 on an H100, three stages took 3 to 14 % less time than four, and
-four programs a multiprocessor 4 % less than two. 8 bits and other GPUs were not compared. Larger tiles were faster for
-64 tokens (128 outputs, 8 warps, 4 stages: 9 % less). Their code for other GPUs was not looked at, so they are not used.
+GPU of tests/nightly/kernels/compile_linears.py. With int4 on an H100, three stages took 3 to 14 % less time than four,
+and four programs a multiprocessor 4 % less than two. 8 bits and other GPUs were not compared. Larger tiles were faster
+for 64 tokens (128 outputs, 8 warps, 4 stages: 9 % less). Their code for other GPUs was not looked at, so they are not
+used.
 """
 
 import functools

@@ -48,7 +48,7 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
         quantise_checkpoint(checkpoint, recipes(32)[QUANTISED[case]], tmp_path / "quantised")
         checkpoint = tmp_path / "quantised"
     steps = "graphs" if case in ("graphs", "int8", "experts") else "kernel by kernel"
-    # The kernels that tests/unit/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
+    # The kernels that tests/nightly/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
     launched = ["blockyard.kernels.triton.choice", "blockyard.kernels.triton.nucleus"]
     compiled_modules = launched if case == "graphs" else []
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -63,7 +63,6 @@ GPU_CHECK = re.findall(r"^GPU_CHECK_\w+ :=((?:.*\\\n)*.*)", MAKEFILE, re.MULTILI
 GPU_BENCH = re.search(r"^GPU_PROOF(?s:.*?)(?=^install:)", MAKEFILE, re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_gpu_check_collects_its_tests_there() -> None:
     assert GPU_BENCH is not None
     wanted = re.findall(r"tests/[\w./]+", " ".join(GPU_CHECK))
@@ -75,7 +74,6 @@ def test_gpu_check_collects_its_tests_there() -> None:
         assert path in done.stdout
 
 
-@pytest.mark.slow
 def test_gpu_bench_imports_all_that_it_runs_there() -> None:
     assert GPU_BENCH is not None
     packages = sorted({*re.findall(r"GPU_BENCH\) (bench\.\w+)", GPU_BENCH[0])})

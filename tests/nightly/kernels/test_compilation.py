@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import triton
 
-from tests.unit.kernels.compiled_code import COLUMNS, HEADS, LINEAR_HEADS, NUM_STEADY_COLUMNS
+from .compiled_code import COLUMNS, HEADS, LINEAR_HEADS, NUM_STEADY_COLUMNS
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_quick", [True, False])
 @pytest.mark.parametrize(
     ("program", "heads"), [("compile_for_cuda", HEADS), ("compile_linears", LINEAR_HEADS)]
 )
@@ -27,7 +26,7 @@ def test_every_kernel_compiles_to_the_machine_code_in_the_docs(
     """Another version of triton than the docs name may take other registers and instructions."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.kernels.{program}", *(["--quick"] if is_quick else [])],
+        [sys.executable, "-m", f"tests.nightly.kernels.{program}", *(["--quick"] if is_quick else [])],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         cwd=ROOT,
         capture_output=True,

@@ -7,6 +7,7 @@ import ctypes
 import platform
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,8 @@ from blockyard.kernels.cpu.panel_linear import lay_out
 from blockyard.kernels.quantised import dequantised
 from blockyard.kernels.torch.backend import TorchBackend
 
-from tests.unit.kernels.conftest import TOLERANCES, MakeStep
-from tests.unit.kernels.test_grouped_linear import draw
-
-pytestmark = pytest.mark.ci  # Each kind is compiled anew.
+from tests.unit.kernels.rig import CPU, KV_DTYPES, assert_near, make_step
+from tests.unit.kernels.weights import int4_weight, int8_weight
 
 SECONDS = 120.0
 NEEDED: dict[str, set[str]] = {
@@ -32,15 +31,10 @@ NEEDED: dict[str, set[str]] = {
     "cooperlake": {"avx512f", "avx512_vnni", "avx512_bf16"},
 }
 """Kinds of CPU, as g++ calls them, and flags without which nothing that is compiled for them runs."""
-BETWEEN = ("skylake-avx512", "icelake-server")
-"""Their instructions are among those of the last kind."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=pytest.mark.slow if kind in BETWEEN else ()) for kind in NEEDED],
-)
+@pytest.fixture(scope="module", params=NEEDED)
 def library_file(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
@@ -67,17 +61,18 @@ def backend(library_file: tuple[str, Path]) -> CpuBackend:
 def test_which_linears_there_are(library_file: tuple[str, Path], backend: CpuBackend) -> None:
     has_any = library_file[0] != "x86-64"
     has_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split()
-    assert backend._library.has_linear(is_bf16=False) is has_any
-    assert backend._library.has_linear(is_bf16=True) is (has_any and not has_tiles)
-    assert backend._library.has_int8 is has_any
+    assert backend.library.has_linear(is_bf16=False) is has_any
+    assert backend.library.has_linear(is_bf16=True) is (has_any and not has_tiles)
+    assert backend.library.has_int8 is has_any
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
 def test_grouped_linears_are_the_same_on_every_unit(backend: CpuBackend, rows: int, bits: int) -> None:
-    if not backend._library.has_int8:
+    if not backend.library.has_int8:
         pytest.skip("PyTorch's are taken")
-    weight = draw(112, 3, 40, bits, has_order=True)
+    make = int4_weight if bits == 4 else int8_weight
+    weight = make(112, 120, 40, torch.float32, has_zeros=True, has_order=True)
     x_TI = torch.randn(rows, 120)
     expected = x_TI @ dequantised(weight).t()
     full = CpuBackend(backend.library)
@@ -94,7 +89,7 @@ def test_grouped_linears_are_the_same_on_every_unit(backend: CpuBackend, rows: i
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 13, 97])
 def test_linears_are_exact_in_whole_numbers(backend: CpuBackend, rows: int, dtype: torch.dtype) -> None:
-    if not backend._library.has_int8:
+    if not backend.library.has_int8:
         pytest.skip("PyTorch's are taken")
     x_TI, weight_OI = torch.randint(-8, 9, (rows, 300)).to(dtype), torch.randint(-8, 9, (144, 300)).to(dtype)
     x_TI[:, 7], weight_OI[:, 5] = 127, 127  # scales of 1
@@ -104,27 +99,12 @@ def test_linears_are_exact_in_whole_numbers(backend: CpuBackend, rows: int, dtyp
     assert torch.equal(backend.linear(x_TI, backend.pack_linear(weight_OI), bias_O), expected)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [None, *KV_DTYPES.values()])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_is_the_fall_backs(
-    backend: CpuBackend, make_step: MakeStep, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    backend: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    step = make_step(
-        [1, 1, 5, 40],
-        [1, 130, 70, 40],
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        block_size=16,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        on=torch.device("cpu"),
-    )
-    expected_TND = torch.empty_like(step.out_TND)
-    TorchBackend().attention(
-        step.q_TND, step.kv_pool_B2KPD, step.plan, scale=step.scale, out_TND=expected_TND
-    )
-    native = to_native(step.kv_pool_B2KPD, dtype)
-    backend.attention(step.q_TND, native, step.plan, scale=step.scale, out_TND=step.out_TND)
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(step.out_TND, expected_TND, atol=tolerance, rtol=tolerance)
+    options = {"num_heads": 8, "head_dim": 64, "dtype": dtype, "kv_dtype": kv_dtype, "on": CPU}
+    step = make_step([1, 1, 5, 40], [1, 130, 70, 40], **options)
+    native = replace(step, kv_pool_B2KPD=to_native(step.kv_pool_B2KPD, dtype))
+    assert_near(native.attend(backend), step.attend(TorchBackend()))

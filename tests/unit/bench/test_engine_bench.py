@@ -1,18 +1,23 @@
-"""The engine bench: its workloads are as described, its clock and figures are right."""
+"""The engine bench: its clock, its ratios and floors, its report, and a run that a signal ends."""
 
+import asyncio
 import json
-import subprocess
+import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from blockyard.deploy.figures.plot_style import save
 from blockyard.worker.model.config import load_config
 
 import bench.engine.__main__ as main
-from bench.engine.__main__ import parse
+from bench.engine.__main__ import check_memory, kv_bytes_of, measure, parse
 from bench.engine.figures import (
     GOALS,
     MIN_REPEATS,
@@ -28,68 +33,36 @@ from bench.engine.peers.protocol import Course, Request, drive
 from bench.engine.plot import present
 from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
-from bench.engine.systems import (
-    ROOT,
-    Trial,
-    our_systems,
-)
+from bench.engine.systems import System, Trial, our_systems, with_preload
 from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
-from bench.plots import draw, figure_of
+from bench.plots import draw
 from bench.profile.roofline import used_weights
 from bench.proof import Proof
 
-SETTINGS = {
-    "model": str(model_folder("demo", "float32", Path(), with_weights=True)),
-    "dtype": "float32",
-    "device": "cpu",
-    "kv_bytes": 2**25,
-    "max_model_len": 512,
-    "max_num_seqs": 256,
-    "threads": 1,
-}
+GIB = 2**30
 
 
 def workload(name: str, repeat: int = 0) -> list[Request]:
     return requests_of(name, vocab_size=4096, rate=2.0, repeat=repeat)
 
 
-def test_mixed_is_32_requests_at_once_with_outputs_that_cycle() -> None:
-    requests = workload("mixed")
-    assert [request.max_tokens for request in requests] == [32, 128, 64, 256] * 8
-    assert all(20 <= len(request.token_ids) <= 200 for request in requests)
-    assert not any(request.arrival_seconds for request in requests)
-
-
-def test_prefix_shares_512_tokens_and_no_more() -> None:
-    requests = workload("prefix")
-    assert len({tuple(request.token_ids[:512]) for request in requests}) == 1
-    assert len({tuple(request.token_ids[:513]) for request in requests}) > 16
-
-
-def test_serve_arrives_one_after_another_at_the_rate_asked_for() -> None:
-    arrivals = [
-        request.arrival_seconds for request in requests_of("serve", vocab_size=99, rate=50.0, repeat=0)
-    ]
+def test_workloads_are_as_reports_describe_them_and_another_in_each_repeat() -> None:
+    mixed, prefix = workload("mixed"), workload("prefix")
+    assert [request.max_tokens for request in mixed] == [32, 128, 64, 256] * 8
+    assert all(20 <= len(request.token_ids) <= 200 and not request.arrival_seconds for request in mixed)
+    assert len({tuple(request.token_ids[:512]) for request in prefix}) == 1
+    assert len({tuple(request.token_ids[:513]) for request in prefix}) > 16
+    arrivals = [each.arrival_seconds for each in requests_of("serve", vocab_size=99, rate=50.0, repeat=0)]
     assert arrivals == sorted(arrivals)
     assert 0.3 < arrivals[-1] < 3.0
-
-
-def test_long_has_a_prompt_of_8k_among_16_decodes() -> None:
-    lengths = [len(request.token_ids) for request in workload("long")]
-    assert lengths == [64] * 16 + [8192]
-
-
-def test_nano_is_what_nano_vllm_measures() -> None:
-    requests = workload("nano")
-    assert len(requests) == 256
-    assert all(100 <= n <= 1024 for r in requests for n in (len(r.token_ids), r.max_tokens))
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_is_the_same_each_time_and_another_in_each_repeat(name: str) -> None:
-    assert workload(name) == workload(name)
-    assert workload(name)[0].token_ids != workload(name, repeat=1)[0].token_ids
+    assert [len(request.token_ids) for request in workload("long")] == [64] * 16 + [8192]
+    nano = workload("nano")
+    assert len(nano) == 256
+    assert all(100 <= n <= 1024 for each in nano for n in (len(each.token_ids), each.max_tokens))
+    for name in WORKLOADS:
+        assert workload(name) == workload(name)
+        assert workload(name)[0].token_ids != workload(name, repeat=1)[0].token_ids
 
 
 class OneTokenAStep:
@@ -229,7 +202,7 @@ def test_a_goal_holds_for_each_variant_of_a_peer() -> None:
 
 
 def test_a_roofline_is_of_prompts_whose_beginning_counts_once_and_of_all_decode_steps() -> None:
-    model = load_config(Path(SETTINGS["model"]))
+    model = load_config(model_folder("demo", "float32", Path(), with_weights=True))
     weights, head = used_weights(model), model.vocab_size * model.hidden_size
     kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
     requests = [Request(0.0, [1, 2, 3, 4], 3), Request(0.0, [1, 2, 3, 5, 6], 2)]
@@ -277,49 +250,12 @@ def test_a_report_of_too_few_repeats_says_so() -> None:
     assert "Fewer than" not in text_of(enough)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [(["--openvino-python", "py"], "needs --convert-python"), (["--repeats", "0"], "at least 1, got 0")],
-)
-def test_options_that_cannot_be_followed_are_refused_at_once(
-    options: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.engine", *options])
-    with pytest.raises(SystemExit):
-        parse()
-    assert error in capsys.readouterr().err
-
-
-def test_a_picture_names_ours_first_and_leaves_out_who_was_absent() -> None:
-    ours, theirs = [f"ours {n}" for n in range(5)], [f"theirs {n}" for n in range(5)]
-    absent = {"vllm": {"absent": "so"}, "ours, served": {"absent": "too"}}
-    run = {
-        "ours": [*ours, "ours, served"],
-        "systems": {name: {} for name in (*theirs, *ours)} | absent,
-    }
-    assert present(run) == [*ours, *theirs]
-
-
 NOTHING = Results(
     trials={"tiny": {}},
     about={"tiny": {"about": "Some.", "requests": 1, "prompt_tokens": 4, "output_tokens": 10}},
     systems={"blockyard triton": {"absent": "CUDA out of memory"}},
     ours=("blockyard triton",),
 )
-
-
-@pytest.mark.ci
-def test_a_picture_of_a_data_type_in_which_nothing_was_measured_is_empty(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    failed = Results(
-        trials=NOTHING.trials,
-        about=NOTHING.about,
-        systems={"blockyard triton": {"versions": {}, "notes": "", "load_seconds": 1.0, "failed": "so"}},
-        ours=NOTHING.ours,
-    )
-    figures = figures_of({"bfloat16": NOTHING, "float16": failed, "float32": results()}, SETTING)
-    save(figure_of(figures), tmp_path / "engine.png")
-    assert (tmp_path / "engine.png").stat().st_size > 10_000
 
 
 def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_and_fails(
@@ -341,40 +277,6 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
     assert len(list(tmp_path.glob("*-engine.*"))) == (2 if find_spec("matplotlib") is None else 3)
 
 
-@pytest.mark.slow
-def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "bench.engine",
-        "--model",
-        "demo",
-        "--workloads",
-        "tiny",
-        "--repeats",
-        "1",
-    ]
-    command += [
-        "--kv-gib",
-        "0.1",
-        "--prove",
-        "tests/unit/worker/test_block_pool.py",
-        "--output",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = next(tmp_path.glob("*-engine.json"))
-    assert json.loads(report.read_text())["figures"]["runs"]["float32"]["systems"]["vllm"] == {
-        "absent": "no Python was given for it"
-    }
-    assert report.with_suffix(".png").stat().st_size > 10_000
-    assert "Shares of the roofline, " in report.with_suffix(".md").read_text()
-    told = f"python -m bench.engine {' '.join(command[3:-1])} .../{tmp_path.name}"
-    assert f"```bash\n{told}\n```" in report.with_suffix(".md").read_text()
-    assert str(tmp_path) not in report.with_suffix(".md").read_text()
-
-
 def test_a_cache_of_ours_in_8_bits_is_named_and_has_no_goals() -> None:
     settings = {"model": "m", "kv_cache_dtype": "int8"}
     (system,) = our_systems(settings, backends=["cpu"], is_served=False, is_unshared=False)
@@ -382,3 +284,63 @@ def test_a_cache_of_ours_in_8_bits_is_named_and_has_no_goals() -> None:
     figures = figures_of({"float32": results()}, {**SETTING, "kv_cache_dtype": "int8"})
     assert floors_of(figures) == []
     assert not_judged(figures) == []
+
+
+@pytest.mark.parametrize(("num_runs", "kept"), [(4, 1), (5, 1), (6, 2)])
+def test_a_run_ended_by_a_signal_keeps_the_repeats_that_all_systems_ended(
+    num_runs: int, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two systems run the warm-up, and then each repeat."""
+    calls, ended = count(1), list[str]()
+
+    async def run(_: Sequence[Request]) -> Trial:
+        if next(calls) > num_runs:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        return trial(1.0)
+
+    @asynccontextmanager
+    async def running(system: System, *_: object) -> AsyncIterator[Any]:
+        try:
+            yield SimpleNamespace(run=run, versions={}, notes="", load_seconds=0.0)
+        finally:
+            ended.append(system.name)
+
+    monkeypatch.setattr(main, "running", running)
+    monkeypatch.setattr(sys, "argv", ["bench.engine", "--workloads", "tiny,brief"])
+    systems = [System(name=name, command=("x",), settings={}, is_ours=name == "a") for name in "ab"]
+    results = asyncio.run(measure(parse(), systems, 100, tmp_path))
+    assert results.is_cut_short
+    assert {name: len(trials) for name, trials in results.trials["tiny"].items()} == {"a": kept, "b": kept}
+    assert sorted(ended) == ["a", "b"]
+
+
+def test_systems_share_the_memory_of_a_gpu_and_leave_some_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--kv-gib", "20", "--unshared", "--transformers", "continuous"]
+    monkeypatch.setattr(sys, "argv", ["bench.engine", *options])
+    arguments = parse()
+    for memory_gib, kv_gib in ((None, 20), (78, 20), (60, 16)):
+        assert kv_bytes_of(arguments, memory_gib and memory_gib * GIB, GIB) == kv_gib * GIB
+    with pytest.raises(SystemExit, match="3 systems do not fit 12"):
+        kv_bytes_of(arguments, 12 * GIB, GIB)
+    check_memory(None)
+    check_memory(2 * GIB)
+    with pytest.raises(RuntimeError, match=r"leave 1\.0 GiB"):
+        check_memory(GIB)
+
+
+def test_an_allocator_is_preloaded_for_peers_that_take_one_and_never_for_ours() -> None:
+    ours = System(name="blockyard cpu", command=("x",), settings={}, is_ours=True)
+    vllm = System(name="vllm", command=("x",), settings={}, env={"LD_PRELOAD": "omp.so"})
+    openvino = System(name="openvino", command=("x",), settings={}, takes_preload=False)
+    loaded = [with_preload(system, ["malloc.so"]).env.get("LD_PRELOAD") for system in (ours, vllm, openvino)]
+    assert loaded == [None, "malloc.so:omp.so", None]
+
+
+def test_a_picture_names_ours_first_and_leaves_out_who_was_absent() -> None:
+    ours, theirs = [f"ours {n}" for n in range(5)], [f"theirs {n}" for n in range(5)]
+    absent = {"vllm": {"absent": "so"}, "ours, served": {"absent": "too"}}
+    systems = {name: {} for name in (*theirs, *ours)} | absent
+    assert present({"ours": [*ours, "ours, served"], "systems": systems}) == [*ours, *theirs]

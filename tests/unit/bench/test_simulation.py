@@ -82,7 +82,6 @@ def test_every_request_of_every_workload_ends(name: str):
     assert 0.0 <= result.reuse <= result.ideal_reuse + 1e-9
 
 
-@pytest.mark.ci
 def test_one_seed_is_one_result_and_another_is_not():
     results = [
         simulate(uniform_groups(30.0, 3.0, seed), Setup(num_workers=3, num_routers=2, seed=seed))
@@ -91,7 +90,6 @@ def test_one_seed_is_one_result_and_another_is_not():
     assert results[0] == results[1] != results[2]
 
 
-@pytest.mark.ci
 def test_a_pool_that_is_too_small_for_all_groups_loses_reuse_and_no_request():
     load = shared_prefix(20.0, 6.0, 3, groups=40, system_tokens=2000, question_tokens=100, output_tokens=20)
     roomy = simulate(load, Setup(num_workers=2))
@@ -223,7 +221,6 @@ def test_arrivals_by_chance_come_at_their_rate():
     assert 4700 < len(found) < 5300
 
 
-@pytest.mark.ci
 def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_earlier():
     load = uniform_groups(20.0, 6.0, 1)
     setup = Setup(num_workers=3, slowness=(6.0,))
@@ -232,7 +229,6 @@ def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_
     assert known.ttft_p99 < uniform.ttft_p99
 
 
-@pytest.mark.ci
 def test_a_worker_that_joins_takes_part_from_then_on():
     load = uniform_groups(20.0, 4.0, 1)
     alone = simulate(load, Setup(num_workers=1))
@@ -241,7 +237,6 @@ def test_a_worker_that_joins_takes_part_from_then_on():
     assert joined.busy_max < alone.busy_max
 
 
-@pytest.mark.ci
 def test_a_prefill_worker_keeps_long_prompts_from_pausing_the_decodes_of_another() -> None:
     streams = [request(number, 0.02 * number, Run(10_000 * number, 64), output=400) for number in range(32)]
     prompts = [

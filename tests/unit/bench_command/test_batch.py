@@ -1,15 +1,12 @@
-"""`run-batch` against our own gateway: each line is answered once, through any interruption."""
+"""`run-batch` and `bench --url` without a server: lines, ids, counts, and what cannot be done has a sentence."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.deploy.bench.measures import Sample
+from blockyard.deploy.bench.targets import count_usage, text_of
 from blockyard.deploy.cli import main
 from blockyard.deploy.machine import state
 from blockyard.deploy.requests.batch import Counts, answered_ids, read_lines
@@ -17,63 +14,27 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .conftest import Bench
 
-
-def line(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> str:
-    given = {"model": "demo", "prompt": "def f(", "max_tokens": 3, **body}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": given}) + "\n"
-
-
-def chat(custom_id: str) -> str:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-    return (
-        json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
-        + "\n"
-    )
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OPENAI_API_KEY", "BLOCKYARD_ROUTER", "BLOCKYARD_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    for variable in ("OPENAI_API_KEY", "BLOCKYARD_TOKEN"):
-        monkeypatch.delenv(variable, raising=False)
+def files(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
 
-def run(files: tuple[Path, Path], url: str, *more: str) -> Result:
-    return CliRunner().invoke(
-        main, ["run-batch", "-i", str(files[0]), "-o", str(files[1]), "--url", url, *more]
+def line(custom_id: str, **body: Any) -> str:
+    given = {"model": "demo", "prompt": "def f(", "max_tokens": 3, **body}
+    return (
+        json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": given}) + "\n"
     )
 
 
-def answers(path: Path) -> dict[str, dict[str, Any]]:
-    found = [json.loads(text) for text in path.read_text().splitlines()]
-    by_id = {answer["custom_id"]: answer for answer in found}
-    assert len(by_id) == len(found), "each once"
-    return by_id
-
-
-@pytest.mark.ci
-def test_both_endpoints_are_answered_and_a_wrong_line_is_an_error_with_its_id(
-    bench: Bench, files: tuple[Path, Path]
-) -> None:
-    source, target = files
-    wrong = ["nonsense\n", "[]\n", "{}\n", line("a"), line("u", url="/v1/x"), line("s", stream=True)]
-    source.write_text(line("a") + chat("b") + "\n" + line("m", model="another") + "".join(wrong))
-    result = run(files, bench.url)
-    assert result.exit_code == 1
-    assert "2 answered, 7 failed, 0 skipped" in result.stderr
-    assert "first failure: " in result.stderr
-    found = answers(target)
-    assert found["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
-    assert found["b"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
-    assert (found["a"]["error"], found["a"]["response"]["status_code"]) == (None, 200)
-    assert (found["m"]["error"]["code"], found["m"]["response"]["status_code"]) == ("model_not_found", 404)
-    assert found["u"]["error"]["message"].startswith("url must be one of /v1/completions")
-    assert {"line 5", "line 6", "line 7", "a (line 8)"} < found.keys()
-    before = target.read_text()
-    assert "0 answered, 0 failed, 9 skipped" in run(files, bench.url).stderr
-    assert target.read_text() == before
+def run(files: tuple[Path, Path], *more: str) -> Result:
+    return CliRunner().invoke(main, ["run-batch", "-i", str(files[0]), "-o", str(files[1]), *more])
 
 
 def test_a_priority_is_added_where_a_line_names_none() -> None:
@@ -85,57 +46,19 @@ def test_a_priority_is_added_where_a_line_names_none() -> None:
     assert (first.with_priority(None), wrong.with_priority(100)) == (first, wrong)
 
 
-def test_a_run_that_was_interrupted_goes_on_where_it_ended(bench: Bench, files: tuple[Path, Path]) -> None:
-    source, target = files
-    source.write_text("".join(line(f"r{number}", max_tokens=20) for number in range(40)))
-    command = [
-        sys.executable,
-        "-m",
-        "blockyard.deploy.cli",
-        "run-batch",
-        "-i",
-        str(source),
-        "-o",
-        str(target),
-    ]
-    options = ("--url", bench.url, "--concurrency", "2")
-    with subprocess.Popen([*command, *options], env=dict(os.environ), stderr=subprocess.PIPE) as process:
-        while not (target.exists() and target.read_text().count("\n") >= 4):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 1
-    first = target.read_text()
-    assert 4 <= first.count("\n") < 40
-    with target.open("a") as file:
-        file.write('{"custom_id": "r39", "respo')
-    result = run(files, bench.url)
-    assert result.exit_code == 0, result.output
-    assert target.read_text().startswith(first)
-    assert set(answers(target)) == {f"r{number}" for number in range(40)}
-
-
 def test_a_server_out_of_reach_answers_no_line_and_ends_the_run(files: tuple[Path, Path]) -> None:
     source, target = files
     source.write_text(line("a"))
-    result = run(files, "http://127.0.0.1:1")
+    result = run(files, "--url", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "no server answers at http://127.0.0.1:1: Connection refused" in result.output
     assert target.read_text() == ""
     target.write_text("what is no answer\n")
-    assert "name another file" in run(files, "http://127.0.0.1:1").output
+    assert "name another file" in run(files, "--url", "http://127.0.0.1:1").output
     assert target.read_text() == "what is no answer\n"
 
 
-def test_the_first_reason_of_a_failure_is_told_on_one_short_line(
-    bench: Bench, files: tuple[Path, Path]
-) -> None:
-    source, target = files
-    source.write_text(line("m", model="another") + line("n", url="/v1/x"))
-    told = run(files, bench.url, "--concurrency", "1").stderr.splitlines()[-1]
-    reason = answers(target)["m"]["error"]["message"]
-    assert told == f"first failure: m: {reason}"
+def test_the_first_reason_of_a_failure_is_told_on_one_short_line() -> None:
     counts = Counts(total=3)
     for custom_id, error in (("a", ""), ("b", "line\nby line " * 100), ("c", "later")):
         counts.count(custom_id, error)
@@ -157,7 +80,6 @@ def test_a_cluster_without_http_is_told_how_it_gets_it(
     assert "gateway" not in result.stderr + CliRunner().invoke(main, ["run-batch", "--help"]).output
 
 
-@pytest.mark.ci
 @given(st.lists(st.sampled_from(["a", "b", "c", None, ""]) | st.text(max_size=3)))
 def test_every_line_has_an_id_of_its_own(custom_ids: list[str | None]) -> None:
     texts = [
@@ -169,3 +91,49 @@ def test_every_line_has_an_id_of_its_own(custom_ids: list[str | None]) -> None:
     assert answered_ids(json.dumps({"custom_id": read.custom_id}) for read in lines) == {
         read.custom_id for read in lines
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("--url", "127.0.0.1:8000"), 2, "a server's URL is http://HOST:PORT or https://HOST"),
+        (("--url", "http://127.0.0.1:1"), 1, "no server answers at http://127.0.0.1:1: Connection refused"),
+        (("--url", "http://host.invalid:80"), 1, "no host of this name is known"),
+        (("--url", "http://h:1", "--flush"), 2, "need a cluster's routers: leave out --url"),
+        (
+            ("--url", "http://h:1", "--compare", "prefix,dynamo"),
+            2,
+            "need a cluster's routers: leave out --url",
+        ),
+        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "chat does not accept"),
+        (("--model", "m"), 2, "--endpoint and --vocab-size need --url"),
+    ],
+)
+def test_what_cannot_be_measured_has_a_sentence(arguments: tuple[str, ...], code: int, told: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "random", *arguments])
+    assert result.exit_code == code
+    assert told in result.output
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        ({"choices": [{"text": "a"}]}, "a"),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, ""),
+        ({"choices": [{"delta": {"content": "b"}}]}, "b"),
+        ({"choices": [{"delta": {"reasoning_content": "c", "content": None}}]}, "c"),
+        ({"choices": []}, ""),
+        ({"usage": {}}, ""),
+    ],
+)
+def test_text_is_found_in_the_events_of_every_server(event: dict[str, Any], text: str) -> None:
+    assert text_of(event) == text
+
+
+def test_usage_without_details_counts_no_cached_token() -> None:
+    sample = Sample(number=0, due=0.0, sent=0.0)
+    count_usage(
+        {"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": None}}, sample
+    )
+    count_usage({"usage": None}, sample)
+    assert (sample.prompt_tokens, sample.output_tokens, sample.cached_tokens) == (3, 2, 0)

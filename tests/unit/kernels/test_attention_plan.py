@@ -11,43 +11,38 @@ from blockyard.kernels.attention.plan import (
     AttentionPlan,
     IntArray,
     _in_one_copy,
-    plan_attention,
     plan_rows,
 )
 from blockyard.kernels.attention.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
 
 from tests.counted_work import lines_run
 
+from .rig import DEVICE, small_plan
 
-def make_plan(
-    query_lens: list[int], context_lens: list[int], block_size: int = 16, **options: int
-) -> AttentionPlan:
+OF_ONE_HEAD = {"block_size": 16, "device": "cpu", "num_kv_heads": 1}
+
+
+def make_plan(query_lens: list[int], context_lens: list[int], **options: int) -> AttentionPlan:
+    """Return a plan in which the blocks of each row are in reverse."""
     tables, next_block = [], 0
     for context_len in context_lens:
-        count = -(-context_len // block_size)
+        count = -(-context_len // 16)
         tables.append(list(range(next_block + count - 1, next_block - 1, -1)))
         next_block += count
-    return plan_attention(
-        query_lens=query_lens,
-        context_lens=context_lens,
-        block_tables=tables,
-        block_size=block_size,
-        device="cpu",
-        num_kv_heads=2,
-        **options,
-    )
+    return small_plan(query_lens, context_lens, tables, num_kv_heads=2, **options)
+
+
+def reads_of(plan: AttentionPlan) -> list[torch.Tensor]:
+    """Return how many decode items read each key, for each row."""
+    seen = [torch.zeros(context_len, dtype=torch.int32) for context_len in plan.context_lens]
+    for row, _, _, first_key, end_key, _ in plan.decode_items_W6.tolist():
+        assert first_key < end_key
+        seen[row][first_key:end_key] += 1
+    return seen
 
 
 def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
-    plan = plan_attention(
-        query_lens=[1],
-        context_lens=[38],
-        block_tables=[[70, 11, 40]],
-        block_size=16,
-        device="cpu",
-        num_kv_heads=1,
-    )
-    print("position 37 -> slot", plan.slot_mapping_T.item())
+    plan = small_plan([1], [38], [[70, 11, 40]])
     assert plan.positions_T.tolist() == [37]
     assert plan.slot_mapping_T.tolist() == [40 * 16 + 5]
 
@@ -61,13 +56,8 @@ def test_queries_are_the_last_positions_of_their_context() -> None:
 
 
 def test_every_key_of_a_decode_row_is_in_exactly_one_item() -> None:
-    context_lens = [1, 63, 64, 65, 255, 256, 257, 1000, 4099]
-    plan = make_plan([1] * 9, context_lens)
-    seen = [torch.zeros(context_len, dtype=torch.int32) for context_len in context_lens]
-    for row, _, _, first_key, end_key, _ in plan.decode_items_W6.tolist():
-        assert first_key < end_key
-        seen[row][first_key:end_key] += 1
-    assert all(bool((counts == 1).all()) for counts in seen)
+    plan = make_plan([1] * 9, [1, 63, 64, 65, 255, 256, 257, 1000, 4099])
+    assert all(bool((counts == 1).all()) for counts in reads_of(plan))
 
 
 def test_partial_slots_are_distinct_and_grouped_by_row() -> None:
@@ -133,33 +123,15 @@ def test_contradicting_rows_are_refused(
     query_lens: list[int], context_lens: list[int], tables: list[list[int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_attention(
-            query_lens=query_lens,
-            context_lens=context_lens,
-            block_tables=tables,
-            block_size=16,
-            device="cpu",
-            num_kv_heads=1,
-        )
+        small_plan(query_lens, context_lens, tables)
 
 
 def test_planning_runs_no_line_of_python_for_each_row() -> None:
     def lines(num_rows: int) -> int:
         tables = [list(range(row * 32, row * 32 + 32)) for row in range(num_rows)]
-        return lines_run(
-            lambda: plan_attention(
-                query_lens=[1] * num_rows,
-                context_lens=[500] * num_rows,
-                block_tables=tables,
-                block_size=16,
-                device="cpu",
-                num_kv_heads=8,
-            )
-        )
+        return lines_run(lambda: small_plan([1] * num_rows, [500] * num_rows, tables, num_kv_heads=8))
 
-    few, many = lines(64), lines(256)
-    print(f"256 rows planned in {many} lines of Python")
-    assert many <= few + 64
+    assert lines(256) <= lines(64) + 64
 
 
 def test_a_plan_without_items_is_the_same_but_for_them() -> None:
@@ -231,39 +203,21 @@ def test_last_queries_are_planned_as_rows_of_one_query_and_write_nothing(
 
 def test_last_queries_read_what_decodes_share_each_by_itself() -> None:
     num_rows, num_shared = MIN_SHARERS + 1, MIN_SHARED_TOKENS // 16
-    shared = list(range(num_shared))
-    tables = [[*shared, num_shared + row] for row in range(num_rows)]
+    tables = [[*range(num_shared), num_shared + row] for row in range(num_rows)]
     context_lens = [MIN_SHARED_TOKENS + 5 + row for row in range(num_rows)]
-    whole = plan_attention(
-        query_lens=[*[1] * (num_rows - 1), 4],
-        context_lens=context_lens,
-        block_tables=tables,
-        block_size=16,
-        device="cpu",
-        num_kv_heads=2,
-    )
+    whole = small_plan([*[1] * (num_rows - 1), 4], context_lens, tables, num_kv_heads=2)
     plan = whole.of_last_queries()
     assert len(whole.shared_items_Y5)
     assert (len(plan.shared_items_Y5), len(plan.shared_members_M)) == (0, 0)
-    seen = [torch.zeros(context_len, dtype=torch.int32) for context_len in context_lens]
-    for row, _, _, first_key, end_key, _ in plan.decode_items_W6.tolist():
-        seen[row][first_key:end_key] += 1
-    assert all(bool((counts == 1).all()) for counts in seen)
+    assert all(bool((counts == 1).all()) for counts in reads_of(plan))
 
 
 def test_a_dense_table_narrower_than_a_context_is_refused() -> None:
     with pytest.raises(ValueError, match="1 blocks of 16 for 17 tokens"):
-        plan_rows(
-            np.array([1]),
-            np.array([17]),
-            np.zeros((1, 1), np.int32),
-            block_size=16,
-            device="cpu",
-            num_kv_heads=1,
-        )
+        plan_rows(np.array([1]), np.array([17]), np.zeros((1, 1), np.int32), **OF_ONE_HEAD)
 
 
-def test_a_copy_to_a_device_keeps_every_array_and_aligns_it(device: torch.device) -> None:
+def test_a_copy_to_a_device_keeps_every_array_and_aligns_it() -> None:
     arrays: dict[str, IntArray] = {
         "odd": np.arange(3, dtype=np.int32),
         "none": np.zeros((0, 6), dtype=np.int32),
@@ -272,14 +226,14 @@ def test_a_copy_to_a_device_keeps_every_array_and_aligns_it(device: torch.device
         "columns": np.arange(12, dtype=np.int32).reshape(4, 3).T,
         "last": np.arange(1, dtype=np.int64),
     }
-    tensors = _in_one_copy(arrays, device)
+    tensors = _in_one_copy(arrays, DEVICE)
     for name, array in arrays.items():
         assert tensors[name].tolist() == array.tolist()
         assert tensors[name].shape == array.shape
         assert tensors[name].is_contiguous()
         assert tensors[name].dtype == torch.from_numpy(array.copy()).dtype
         assert tensors[name].data_ptr() % 16 == 0
-    assert [len(tensor) for tensor in _in_one_copy({"none": arrays["none"]}, device).values()] == [0]
+    assert [len(tensor) for tensor in _in_one_copy({"none": arrays["none"]}, DEVICE).values()] == [0]
 
 
 def test_long_reads_are_cut_for_all_programs_and_short_ones_for_half_of_them() -> None:

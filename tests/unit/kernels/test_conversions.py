@@ -6,6 +6,8 @@ Integer arithmetic is tried everywhere, the instructions only on a GPU that has 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from itertools import product
+
 import pytest
 import torch
 import triton
@@ -13,6 +15,8 @@ import triton.language as tl
 from blockyard.kernels.kv_pool import LARGEST
 from blockyard.kernels.triton.numbers.devices import converts_e4m3
 from blockyard.kernels.triton.numbers.quantised_heads import rounded, widened
+
+from .rig import DEVICE, FLOATS
 
 WAYS = ["int8", "e4m3 by integer arithmetic", "e4m3 by instructions"]
 LINE = 256
@@ -30,9 +34,9 @@ def write_kernel(wide_ptr, numbers_ptr, LINE: tl.constexpr):
     tl.store(numbers_ptr + at, rounded(tl.load(wide_ptr + at), numbers_ptr.dtype.element_ty))
 
 
-def number_types(way: str, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+def number_types(way: str) -> tuple[torch.dtype, torch.dtype]:
     """Return the type of the numbers, and the one under which a kernel gets their memory."""
-    if way == "e4m3 by instructions" and not converts_e4m3(device):
+    if way == "e4m3 by instructions" and not converts_e4m3(DEVICE):
         pytest.skip("no GPU here converts e4m3: NVIDIA's do from compute capability 8.9 on")
     if way == "int8":
         return torch.int8, torch.int8
@@ -54,30 +58,27 @@ def edges_of_rounding(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("is_early", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_each_of_256_codes_is_read_as_pytorch_reads_it(
-    device: torch.device, way: str, is_early: bool, dtype: torch.dtype
-) -> None:
-    stored, passed = number_types(way, device)
-    if way == "int8" and dtype == torch.bfloat16 and device.type == "cpu":
-        pytest.skip("the interpreter does not run PTX, and attention reads fp32 there")
+def test_each_of_256_codes_is_read_as_pytorch_reads_it(way: str) -> None:
+    stored, passed = number_types(way)
     codes = torch.arange(256, dtype=torch.uint8)
-    wide = torch.full((256,), 7.0, dtype=dtype, device=device)
-    read_kernel[(1,)](codes.to(device).view(passed), wide, is_early, LINE, num_warps=1)
-    expected = codes.view(stored).to(dtype)
-    is_nan = expected.isnan()
-    assert torch.equal(wide.cpu().isnan(), is_nan)
-    assert torch.equal(bits_of(wide.cpu())[~is_nan], bits_of(expected)[~is_nan])
+    for dtype, is_early in product(FLOATS, (False, True)):
+        if way == "int8" and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+            continue  # The interpreter does not run PTX, and attention reads fp32 there.
+        wide = torch.full((256,), 7.0, dtype=dtype, device=DEVICE)
+        read_kernel[(1,)](codes.to(DEVICE).view(passed), wide, is_early, LINE, num_warps=1)
+        expected, actual = codes.view(stored).to(dtype), wide.cpu()
+        is_nan = expected.isnan()
+        assert torch.equal(actual.isnan(), is_nan), (dtype, is_early)
+        assert torch.equal(bits_of(actual)[~is_nan], bits_of(expected)[~is_nan]), (dtype, is_early)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_fp32_is_stored_as_pytorch_rounds_it(device: torch.device, way: str) -> None:
+def test_each_fp32_is_stored_as_pytorch_rounds_it(way: str) -> None:
     """The edges go one fp32 beyond the largest number, as a head's peak does when its scale was rounded down."""
-    stored, passed = number_types(way, device)
+    stored, passed = number_types(way)
     wide = edges_of_rounding(stored)
-    codes = torch.empty(len(wide), dtype=torch.uint8, device=device)
-    write_kernel[(len(wide) // LINE,)](wide.to(device), codes.view(passed), LINE, num_warps=1)
+    codes = torch.empty(len(wide), dtype=torch.uint8, device=DEVICE)
+    write_kernel[(len(wide) // LINE,)](wide.to(DEVICE), codes.view(passed), LINE, num_warps=1)
     expected = wide.round().to(stored) if stored == torch.int8 else wide.to(stored)
     assert torch.equal(codes.cpu(), expected.view(torch.uint8))
 

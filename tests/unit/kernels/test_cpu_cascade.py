@@ -1,33 +1,28 @@
 """Decodes on a CPU that share blocks are computed together, and each gets the same bits as alone."""
 
-from collections.abc import Callable
 from ctypes import byref, c_int, c_int32, c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
-from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.cpu.backend import CpuBackend, to_native
 from blockyard.kernels.cpu.library import Attention, CpuLibrary
-from blockyard.kernels.interface import Backend
-from blockyard.kernels.torch import reference
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.properties import examples
 
-from .conftest import quantised_pool
+from .rig import KV_DTYPES, NAN, Step, assert_near, quantised_pool, small_plan, with_threads
 
-AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 HEAD_DIM = 32
 HEADS, KV_HEADS = 8, 2
 
 
 @pytest.fixture(scope="module")
 def library(cpu_backend: CpuBackend) -> CpuLibrary:
-    return cpu_backend._library
+    return cpu_backend.library
 
 
 @dataclass(frozen=True)
@@ -60,12 +55,12 @@ def trees(draw: st.DrawFn) -> tuple[int, list[Row]]:
 
 def plan_of(rows: list[Row], block_size: int, num_kv_heads: int, prompt: int = 0) -> AttentionPlan:
     """One token of each; and behind them, where a length is given, the last row's whole context as a prompt."""
-    return plan_attention(
-        query_lens=[*[1] * len(rows), *([prompt] if prompt else [])],
-        context_lens=[row.context for row in (*rows, *(rows[-1:] if prompt else []))],
-        block_tables=[row.table for row in (*rows, *(rows[-1:] if prompt else []))],
+    every = [*rows, *(rows[-1:] if prompt else [])]
+    return small_plan(
+        [*[1] * len(rows), *([prompt] if prompt else [])],
+        [row.context for row in every],
+        [row.table for row in every],
         block_size=block_size,
-        device="cpu",
         num_kv_heads=num_kv_heads,
     )
 
@@ -73,7 +68,7 @@ def plan_of(rows: list[Row], block_size: int, num_kv_heads: int, prompt: int = 0
 def pool_of(rows: list[Row], block_size: int, num_kv_heads: int) -> torch.Tensor:
     """Random where a row looks, NaN elsewhere."""
     num_blocks = 1 + max(max(row.table) for row in rows)
-    pool = torch.full((num_blocks, 2, num_kv_heads, block_size, HEAD_DIM), float("nan"))
+    pool = torch.full((num_blocks, 2, num_kv_heads, block_size, HEAD_DIM), NAN)
     for row in rows:
         for index, block in enumerate(row.table):
             filled = min(block_size, row.context - index * block_size)
@@ -117,21 +112,18 @@ def groups_of(
     return [Group(shared[number], order[end - counts[number] : end]) for number, end in enumerate(ends)]
 
 
-@examples(
-    150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@examples(150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     tree=trees(),
     group=st.integers(1, 8),
     num_kv_heads=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    kv_dtype=st.sampled_from([None, torch.int8, torch.float8_e4m3fn]),
+    kv_dtype=st.sampled_from([None, *KV_DTYPES.values()]),
     has_prompt=st.booleans(),
     threads=st.integers(1, 3),
 )
 def test_a_decode_has_the_same_bits_alone_and_with_those_that_share_its_blocks(
-    cpu_backend: Backend,
-    assert_near: AssertNear,
+    library: CpuLibrary,
     tree: tuple[int, list[Row]],
     group: int,
     num_kv_heads: int,
@@ -143,43 +135,34 @@ def test_a_decode_has_the_same_bits_alone_and_with_those_that_share_its_blocks(
     block_size, rows = tree
     torch.manual_seed(len(rows) + group)
     pool = pool_of(rows, block_size, num_kv_heads)
-    pool = pool.to(dtype) if kv_dtype is None else quantised_pool(pool, kv_dtype)
     prompt = rows[-1].context if has_prompt and rows[-1].context > 1 else 0
-    q_TND = torch.randn(len(rows) + prompt, group * num_kv_heads, HEAD_DIM).to(dtype)
-    scale = HEAD_DIM**-0.5
-
-    def attend(backend: Any, plan: AttentionPlan, queries: torch.Tensor) -> torch.Tensor:
-        out = torch.full_like(queries, float("nan"))
-        backend.attention(queries, pool, plan, scale=scale, out_TND=out)
-        return out
-
-    whole = plan_of(rows, block_size, num_kv_heads, prompt)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = attend(cpu_backend, whole, q_TND)
-    finally:
-        torch.set_num_threads(before)
-    assert_near(together, attend(reference, whole, q_TND))
+    step = Step(
+        plan=plan_of(rows, block_size, num_kv_heads, prompt),
+        q_TND=torch.randn(len(rows) + prompt, group * num_kv_heads, HEAD_DIM).to(dtype),
+        kv_pool_B2KPD=pool.to(dtype) if kv_dtype is None else quantised_pool(pool, kv_dtype),
+        scale=HEAD_DIM**-0.5,
+    )
+    expected, backend = step.expected(), CpuBackend(library)
+    step = replace(step, kv_pool_B2KPD=to_native(step.kv_pool_B2KPD, dtype))
+    together = with_threads(threads, lambda: step.attend(backend))
+    assert_near(together, expected)
     for index, row in enumerate(rows):
-        alone = attend(cpu_backend, plan_of([row], block_size, num_kv_heads), q_TND[index : index + 1])
-        assert torch.equal(together[index : index + 1], alone), f"row {index}"
+        own = slice(index, index + 1)
+        alone = step.attend(backend, plan_of([row], block_size, num_kv_heads), step.q_TND[own])
+        assert torch.equal(together[own], alone), f"row {index}"
 
 
 @pytest.mark.parametrize("window", [1, 64, 100])
 def test_under_a_window_decodes_that_share_read_what_they_see_alone(
-    library: CpuLibrary, cpu_backend: Backend, assert_near: AssertNear, window: int
+    cpu_backend: CpuBackend, library: CpuLibrary, window: int
 ) -> None:
     rows = [Row([*range(8), 8 + row], 8 * 16 + 1 + row) for row in range(12)]
     assert max(len(group.rows) for group in groups_of(library, rows)) == 8
     assert max(len(group.rows) for group in groups_of(library, rows, window=window)) == 1
     torch.manual_seed(window)
     pool, plan = pool_of(rows, 16, 2), plan_of(rows, 16, 2).windowed(window)
-    q_TND = torch.randn(len(rows), 8, HEAD_DIM)
-    ours, expected = (torch.full_like(q_TND, float("nan")) for _ in range(2))
-    cpu_backend.attention(q_TND, pool, plan, scale=0.1, out_TND=ours)
-    reference.attention(q_TND, pool, plan, scale=0.1, out_TND=expected)
-    assert_near(ours, expected)
+    step = Step(plan=plan, q_TND=torch.randn(len(rows), 8, HEAD_DIM), kv_pool_B2KPD=pool, scale=0.1)
+    assert_near(step.attend(cpu_backend), step.expected())
 
 
 @given(tree=trees(), num_heads=st.sampled_from([4, 8, 64]), threads=st.integers(1, 8))
@@ -203,41 +186,32 @@ def test_items_are_of_rows_that_share_what_they_read_together(
 
 
 def family(first_block: int, num_shared: int, count: int, own: int = 64) -> list[Row]:
-    """Rows that share blocks of 64 tokens, and none with any other family."""
-    shared = range(first_block, first_block + num_shared)
-    num_own = -(-own // 64)
-    return [
-        Row([*shared, *range(own_from, own_from + num_own)], num_shared * 64 + own)
-        for own_from in range(
-            10_000 * (first_block + 1), 10_000 * (first_block + 1) + count * num_own, num_own
-        )
-    ]
+    """Return rows that share blocks of 64 tokens, and none with any other family."""
+    shared, num_own = range(first_block, first_block + num_shared), -(-own // 64)
+    begins = range(10_000 * (first_block + 1), 10_000 * (first_block + 1) + count * num_own, num_own)
+    return [Row([*shared, *range(begin, begin + num_own)], num_shared * 64 + own) for begin in begins]
 
 
-def sizes_of(groups: list[Group]) -> list[tuple[int, int]]:
-    return [(len(group.rows), group.shared) for group in groups]
+# A stray whose first block is that of the others, and whose second comes before theirs.
+STRAY = Row([5, *range(6, 10), *range(50, 67)], 22 * 64)
+MEMBERS = [Row([5, *range(10, 30), 100 + number], 22 * 64) for number in range(8)]
+LONG = [*family(0, 500, 8), *family(2, 1, 120)]
 
 
-def test_of_many_that_share_as_many_as_fill_an_item_are_together(library: CpuLibrary) -> None:
-    groups = groups_of(library, family(0, 20, 20), block_size=64)
-    assert sizes_of(groups) == [(8, 1280), (8, 1280), (4, 1280)]
-
-
-def test_who_shares_little_spoils_no_group(library: CpuLibrary) -> None:
-    """Its first block is theirs, and its second comes before theirs."""
-    members = [Row([5, *range(10, 30), 100 + number], 22 * 64) for number in range(8)]
-    stray = Row([5, *range(6, 10), *range(50, 67)], 22 * 64)
-    groups = groups_of(library, [*members[:3], stray, *members[3:]], block_size=64)
-    assert sizes_of(groups) == [(8, 21 * 64), (1, 0)]
-
-
-def test_what_spares_little_is_not_worth_waiting_for_one_another(library: CpuLibrary) -> None:
-    assert sizes_of(groups_of(library, family(0, 1, 8, own=960), block_size=64)) == [(1, 0)] * 8
-
-
-def test_no_thread_gets_more_than_half_of_its_share(library: CpuLibrary) -> None:
-    """Eight long ones together would be two items for sixteen threads."""
-    rows = [*family(0, 500, 8), *family(2, 1, 120)]
-    groups = groups_of(library, rows, block_size=64, threads=16)
-    assert sizes_of(groups)[:8] == [(1, 0)] * 8
-    assert sizes_of(groups_of(library, rows, block_size=64, threads=1))[0] == (8, 500 * 64)
+@pytest.mark.parametrize(
+    ("rows", "threads", "sizes"),
+    [
+        pytest.param(family(0, 20, 20), 1, [(8, 1280), (8, 1280), (4, 1280)], id="as many as fill an item"),
+        pytest.param([*MEMBERS[:3], STRAY, *MEMBERS[3:]], 1, [(8, 21 * 64), (1, 0)], id="a stray"),
+        pytest.param(family(0, 1, 8, own=960), 1, [(1, 0)] * 8, id="too little is spared"),
+        pytest.param(LONG, 16, [(1, 0)] * 8, id="no thread gets more than half of its share"),
+        pytest.param(LONG, 1, [(8, 500 * 64)], id="one thread gets all"),
+    ],
+)
+def test_decodes_are_together_where_it_pays(
+    library: CpuLibrary, rows: list[Row], threads: int, sizes: list[tuple[int, int]]
+) -> None:
+    groups = groups_of(library, rows, block_size=64, threads=threads)
+    found = [(len(group.rows), group.shared) for group in groups]
+    assert found[: len(sizes)] == sizes
+    assert len(found) == len(sizes) or rows is LONG

@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.cpu.checks import check_pool
 from blockyard.kernels.interface import Backend, HeadNorms
+
+from .rig import small_plan
 
 HEAD_DIM = 32
 
 
 def plan() -> AttentionPlan:
-    return plan_attention(
-        query_lens=[1, 3],
-        context_lens=[5, 20],
-        block_tables=[[0], [1, 2]],
-        block_size=16,
-        device="cpu",
-        num_kv_heads=1,
-    )
+    return small_plan([1, 3], [5, 20], [[0], [1, 2]])
 
 
 def placed(backend: Backend, **changes: Any) -> None:
@@ -38,12 +33,6 @@ def placed(backend: Backend, **changes: Any) -> None:
 
 def norms_of(weight_D: torch.Tensor) -> HeadNorms:
     return HeadNorms(q_weight_D=weight_D, k_weight_D=torch.ones(HEAD_DIM), eps=1e-6)
-
-
-def test_what_fits_is_taken(cpu_backend: Backend) -> None:
-    placed(cpu_backend)
-    placed(cpu_backend, norms=None)
-    placed(cpu_backend, kv_pool_B2KPD=torch.zeros(3, 2, 1, 16, HEAD_DIM + 4, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -63,46 +52,44 @@ def test_what_fits_is_taken(cpu_backend: Backend) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(cpu_backend: Backend, changes: dict[str, Any], told: str) -> None:
+    placed(cpu_backend)
+    placed(cpu_backend, norms=None)
+    placed(cpu_backend, kv_pool_B2KPD=torch.zeros(3, 2, 1, 16, HEAD_DIM + 4, dtype=torch.int8))
     with pytest.raises(ValueError, match=told):
         placed(cpu_backend, **changes)
 
 
-@pytest.mark.parametrize(
-    ("pool", "told"),
-    [
-        (torch.zeros(3, 2, 1, 16, HEAD_DIM, dtype=torch.int8), "a pool of shape"),
-        (torch.zeros(3, 2, 1, 16, 2 * (HEAD_DIM + 4), dtype=torch.int8)[..., ::2], "not one piece"),
-    ],
-)
-def test_a_quantised_pool_has_room_for_scales_and_is_one_piece(pool: torch.Tensor, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        check_pool(pool, torch.zeros(4, 1, HEAD_DIM), plan())
+def test_a_quantised_pool_has_room_for_scales_and_is_one_piece() -> None:
+    narrow = torch.zeros(3, 2, 1, 16, HEAD_DIM, dtype=torch.int8)
+    apart = torch.zeros(3, 2, 1, 16, 2 * (HEAD_DIM + 4), dtype=torch.int8)[..., ::2]
+    for pool, told in ((narrow, "a pool of shape"), (apart, "not one piece")):
+        with pytest.raises(ValueError, match=told):
+            check_pool(pool, torch.zeros(4, 1, HEAD_DIM), plan())
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda sound: replace(sound, block_table_RB=sound.block_table_RB + 1),
-        lambda sound: replace(sound, block_table_RB=sound.block_table_RB - 1),
-        lambda sound: replace(sound, block_table_RB=sound.block_table_RB.long()),
-        lambda sound: replace(sound, context_lens_R=sound.context_lens_R[:1]),
-        lambda sound: replace(sound, positions_T=sound.positions_T - 10),
-        lambda sound: replace(
-            sound, slot_mapping_T=sound.slot_mapping_T[:2], positions_T=sound.positions_T[:2]
-        ),
+        lambda sound: {"block_table_RB": sound.block_table_RB + 1},
+        lambda sound: {"block_table_RB": sound.block_table_RB - 1},
+        lambda sound: {"block_table_RB": sound.block_table_RB.long()},
+        lambda sound: {"context_lens_R": sound.context_lens_R[:1]},
+        lambda sound: {"positions_T": sound.positions_T - 10},
+        lambda sound: {"slot_mapping_T": sound.slot_mapping_T[:2], "positions_T": sound.positions_T[:2]},
     ],
 )
 def test_attention_goes_nowhere_with_a_plan_that_points_elsewhere(
-    cpu_backend: Backend, spoil: Callable[[AttentionPlan], AttentionPlan]
+    cpu_backend: Backend, spoil: Callable[[AttentionPlan], dict[str, Any]]
 ) -> None:
     q_TND, pool = torch.randn(4, 2, HEAD_DIM), torch.zeros(3, 2, 1, 16, HEAD_DIM)
-    for used, sound in ((plan(), True), (spoil(plan()), False), (plan(), True)):
-        out = torch.zeros_like(q_TND)
-        if sound:
-            cpu_backend.attention(q_TND, pool, used, scale=1.0, out_TND=out)
-        else:
-            with pytest.raises(ValueError, match=r"a plan|a block|a slot|a position"):
-                cpu_backend.attention(q_TND, pool, used, scale=1.0, out_TND=out)
+
+    def attend(used: AttentionPlan) -> None:
+        cpu_backend.attention(q_TND, pool, used, scale=1.0, out_TND=torch.zeros_like(q_TND))
+
+    attend(plan())
+    with pytest.raises(ValueError, match=r"a plan|a block|a slot|a position"):
+        attend(replace(plan(), **spoil(plan())))
+    attend(plan())
 
 
 @pytest.mark.parametrize(

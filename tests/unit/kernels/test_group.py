@@ -1,15 +1,14 @@
-"""Ranks that are processes add, gather and broadcast with equal bits in all of them, and none outlasts another's
-death."""
+"""Ranks add, gather and broadcast with equal bits in all of them, and none waits for another without end.
 
-import signal
-import subprocess
-import sys
+The ranks are threads here, and processes in tests/nightly/kernels/test_group.py.
+"""
+
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -17,47 +16,17 @@ from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.group import MessageRing, RankGroup, RankLost, SharedMemory
 from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.kernels.cpu.recording import Arena
-from blockyard.kernels.interface import Backend
 
-PROGRAM = Path(__file__).with_name("group_rank.py")
+from .group_rank import COUNTS, check_rank
+
 WAIT_SECONDS = 120.0
 GENEROUS_SECONDS = 10.0
 """Far above the milliseconds that a rank takes, and far below the deadline of a call."""
 
 
 @pytest.fixture
-def library(cpu_backend: Backend) -> CpuLibrary:
-    return cast(CpuBackend, cpu_backend).library
-
-
-class Ranks:
-    """Rank processes of one group, and this process's mapping of its memory as rank 0."""
-
-    def __init__(self, library: CpuLibrary, case: str, size: int, own: ExitStack) -> None:
-        self.group = RankGroup(lambda: library, rank=0, size=size)
-        self.ring = MessageRing(lambda: library, rank=0, size=size)
-        own.callback(self.group.memory.unlink)
-        own.callback(self.ring.memory.unlink)
-        name = f"{self.group.memory.name},{self.ring.memory.name}"
-        first = 0 if case == "sums" else 1
-        self.processes = [
-            own.enter_context(
-                subprocess.Popen(
-                    [sys.executable, str(PROGRAM), case, str(size), str(rank), name],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(first, size)
-        ]
-        for process in self.processes:
-            own.callback(process.kill)
-        for process in self.processes:
-            assert self.line(process) == "ready"
-
-    def line(self, process: "subprocess.Popen[str]") -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
+def library(cpu_backend: CpuBackend) -> CpuLibrary:
+    return cpu_backend.library
 
 
 @pytest.fixture
@@ -66,49 +35,25 @@ def own() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("size", [1, 2, 4])
+def pair(library: CpuLibrary, own: ExitStack) -> list[RankGroup]:
+    """Return both ranks of a group, which meet in memory of this process."""
+    first = RankGroup(lambda: library, rank=0, size=2)
+    own.callback(first.memory.unlink)
+    return [first, RankGroup(lambda: library, rank=1, size=2, name=first.memory.name)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_ranks_get_equal_bits_in_every_size_and_type(
     library: CpuLibrary, own: ExitStack, size: int
 ) -> None:
-    ranks = Ranks(library, "sums", size, own)
-    digests = {ranks.line(process) for process in ranks.processes}
-    assert [process.wait(WAIT_SECONDS) for process in ranks.processes] == [0] * size
+    first, ring = (kind(lambda: library, rank=0, size=size) for kind in (RankGroup, MessageRing))
+    own.callback(first.memory.unlink)
+    own.callback(ring.memory.unlink)
+    with ThreadPoolExecutor(size) as pool:
+        names = first.memory.name, ring.memory.name
+        results = [pool.submit(check_rank, library, rank, size, names, COUNTS[:6]) for rank in range(size)]
+        digests = {result.result(WAIT_SECONDS) for result in results}
     assert len(digests) == 1
-    (digest,) = digests
-    assert digest[:64] == digest[64:], "the same sums again give the same bits"
-
-
-@pytest.mark.ci
-def test_a_killed_rank_ends_all_others_as_soon_as_its_death_is_told(
-    library: CpuLibrary, own: ExitStack
-) -> None:
-    ranks = Ranks(library, "for-ever", 3, own)
-    errors: list[RankLost] = []
-    x = torch.ones(100)
-
-    def add() -> None:
-        try:
-            while True:
-                ranks.group.all_reduce(x.fill_(1.0))
-        except RankLost as error:
-            errors.append(error)
-
-    adding = threading.Thread(target=add)
-    adding.start()
-    survivor, victim = ranks.processes
-    victim.send_signal(signal.SIGKILL)
-    victim.wait(GENEROUS_SECONDS)
-    told = time.monotonic()
-    ranks.group.abort()
-    adding.join(GENEROUS_SECONDS)
-    assert not adding.is_alive()
-    assert [str(error) for error in errors] == ["another rank has ended"]
-    ended, _, why = ranks.line(survivor).partition(" ")
-    assert why == "another rank has ended"
-    assert float(ended) - told < GENEROUS_SECONDS
-    with pytest.raises(RankLost):
-        ranks.group.all_reduce(x)
 
 
 def test_a_rank_that_does_not_come_is_given_up_at_the_deadline(library: CpuLibrary, own: ExitStack) -> None:
@@ -119,9 +64,7 @@ def test_a_rank_that_does_not_come_is_given_up_at_the_deadline(library: CpuLibra
 
 
 def test_ranks_that_compute_other_things_are_told(library: CpuLibrary, own: ExitStack) -> None:
-    groups = [RankGroup(lambda: library, rank=0, size=2)]
-    own.callback(groups[0].memory.unlink)
-    groups.append(RankGroup(lambda: library, rank=1, size=2, name=groups[0].memory.name))
+    groups = pair(library, own)
     other = threading.Thread(target=lambda: groups[1].gather(torch.ones(1, 5)))
     other.start()
     with pytest.raises(RankLost, match="computes something else"):
@@ -133,9 +76,7 @@ def test_ranks_that_compute_other_things_are_told(library: CpuLibrary, own: Exit
 def test_ranks_that_left_a_failed_step_at_different_calls_meet_in_the_next_one(
     library: CpuLibrary, own: ExitStack
 ) -> None:
-    groups = [RankGroup(lambda: library, rank=0, size=2)]
-    own.callback(groups[0].memory.unlink)
-    groups.append(RankGroup(lambda: library, rank=1, size=2, name=groups[0].memory.name))
+    groups = pair(library, own)
     results: dict[tuple[int, int], object] = {}
 
     def run(group: RankGroup) -> None:
@@ -165,9 +106,7 @@ def test_ranks_that_left_a_failed_step_at_different_calls_meet_in_the_next_one(
 def test_a_rank_that_ran_ahead_and_failed_there_has_done_its_part_of_this_step(
     library: CpuLibrary, own: ExitStack
 ) -> None:
-    groups = [RankGroup(lambda: library, rank=0, size=2)]
-    own.callback(groups[0].memory.unlink)
-    groups.append(RankGroup(lambda: library, rank=1, size=2, name=groups[0].memory.name))
+    groups = pair(library, own)
     received = torch.zeros(3)
     with groups[1].step(1):
         with groups[0].step(1):
@@ -244,12 +183,3 @@ def test_no_other_user_may_open_the_memory_and_it_has_no_name_once_unlinked() ->
         SharedMemory.open(memory.name, 4096)
     with pytest.raises(ValueError, match="no name"):
         SharedMemory.open("../etc/passwd", 4096)
-
-
-@pytest.mark.ci
-def test_a_ring_does_not_end_with_its_first_million_of_messages(library: CpuLibrary, own: ExitStack) -> None:
-    ring = MessageRing(lambda: library, rank=0, size=1)
-    own.callback(ring.memory.unlink)
-    message = memoryview(bytearray(b"step"))
-    for _ in range((1 << 20) + 3):
-        ring.send(message)

@@ -2,29 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.lora import BARE, ITEM_TOKENS, LoraLinear, StaticLora, plan_lora
 from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 
-AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+from .rig import CPU, DEVICE, FLOATS, NAN, assert_near, crossed, normal, on_each_backend, seeded
+
+BackendOf = Callable[[str], Backend]
 RANKS = (5, 0, 8, 1)
 """Ranks of the slots. The second leaves the layer as it is."""
 
 
 def random_slots(
-    num_inputs: int,
-    widths: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: Sequence[int] = RANKS,
+    num_inputs: int, widths: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device = DEVICE
 ) -> LoraLinear:
     """Return slots whose rows beyond each rank hold NaN."""
-    generator = torch.Generator().manual_seed(3)
+    generator, ranks = seeded(3), RANKS
     slots = LoraLinear(
         a_SPRI=torch.zeros(len(ranks), len(widths), max(ranks), num_inputs, dtype=dtype, device=device),
         b_SRO=torch.zeros(len(ranks), max(ranks), sum(widths), dtype=dtype, device=device),
@@ -35,7 +32,7 @@ def random_slots(
     for tensor, at in ((slots.a_SPRI, 2), (slots.b_SRO, 1)):
         drawn = torch.randn(tensor.shape, generator=generator) / tensor.shape[-1 if at == 2 else 1] ** 0.5
         for slot, rank in enumerate(ranks):
-            drawn[slot].narrow(at - 1, rank, max(ranks) - rank).fill_(float("nan"))
+            drawn[slot].narrow(at - 1, rank, max(ranks) - rank).fill_(NAN)
         tensor.copy_(drawn)
     slots.ranks_S.copy_(torch.tensor(ranks))
     return slots
@@ -60,43 +57,33 @@ def expected_outputs(
 MIXED = (BARE, 0, 2, 0, BARE, 3, 1, 2, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("slot_of", "num_inputs", "widths"),
-    [
-        (MIXED, 48, (64, 16, 16)),
-        (MIXED, 100, (65,)),
-        ((0,), 33, (130, 130)),
-        ((2,) * (2 * ITEM_TOKENS + 3) + (0,) * 5, 64, (80,)),
-        ((BARE,) * 4, 16, (16,)),
-    ],
-)
-def test_each_token_gets_its_adapter(
-    backend: Backend,
-    device: torch.device,
-    assert_near: AssertNear,
-    dtype: torch.dtype,
-    slot_of: tuple[int, ...],
-    num_inputs: int,
-    widths: tuple[int, ...],
-) -> None:
-    slots = random_slots(num_inputs, widths, dtype, device)
-    x_TI = torch.randn(len(slot_of), num_inputs, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    out_TO = torch.ones(len(slot_of), sum(widths) + 3, dtype=dtype, device=device)[:, : sum(widths)]
+STEPS = [
+    (MIXED, 48, (64, 16, 16)),
+    (MIXED, 100, (65,)),
+    ((0,), 33, (130, 130)),
+    ((2,) * (2 * ITEM_TOKENS + 3) + (0,) * 5, 64, (80,)),
+    ((BARE,) * 4, 16, (16,)),
+]
+
+
+@on_each_backend(crossed(step=STEPS, dtype=FLOATS), interpreted=5)
+def test_each_token_gets_its_adapter(backend_of: BackendOf, run: tuple[str, dict[str, Any]]) -> None:
+    (slot_of, num_inputs, widths), dtype = run[1]["step"], run[1]["dtype"]
+    slots, x_TI = random_slots(num_inputs, widths, dtype), normal(len(slot_of), num_inputs, dtype=dtype)
+    out_TO = torch.ones(len(slot_of), sum(widths), dtype=dtype, device=DEVICE)
     expected = expected_outputs(out_TO, x_TI, slots, slot_of)
-    out_TO = out_TO.contiguous()
-    backend.add_lora(out_TO, x_TI, slots, plan_lora(slot_of, device))
+    backend_of(run[0]).add_lora(out_TO, x_TI, slots, plan_lora(slot_of, DEVICE))
     assert_near(out_TO, expected)
     bare = [token for token, slot in enumerate(slot_of) if slot in (BARE, 1)]
     assert torch.equal(out_TO[bare], torch.ones_like(out_TO[bare]))
 
 
-def test_padding_computes_nothing(backend: Backend, device: torch.device, assert_near: AssertNear) -> None:
-    slots = random_slots(48, (64, 16, 16), torch.float32, device)
-    x_TI = torch.randn(12, 48, generator=torch.Generator().manual_seed(1)).to(device)
-    static, out_TO = StaticLora(12, device), torch.ones(12, 96, device=device)
+def test_padding_computes_nothing(backend: Backend) -> None:
+    slots = random_slots(48, (64, 16, 16))
+    x_TI = normal(12, 48)
+    static, out_TO = StaticLora(12, DEVICE), torch.ones(12, 96, device=DEVICE)
     for slot_of in ((0,) * 9, MIXED[:7]):  # the second step has fewer items than what the buffers held
-        static.fill(plan_lora(slot_of, device), 12)
+        static.fill(plan_lora(slot_of, DEVICE), 12)
         out_TO.fill_(1.0)
         backend.add_lora(out_TO, x_TI, slots, static.plan(12))
         assert_near(out_TO, expected_outputs(torch.ones_like(out_TO), x_TI, slots, slot_of))
@@ -104,18 +91,20 @@ def test_padding_computes_nothing(backend: Backend, device: torch.device, assert
 
 def test_a_token_has_the_same_bits_in_any_batch() -> None:
     """In deterministic mode."""
-    backend, device = DeterministicTorchBackend(), torch.device("cpu")
-    slots = random_slots(64, (80, 48), torch.float32, device)
-    x_TI = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    backend, slots, x_TI = (
+        DeterministicTorchBackend(),
+        random_slots(64, (80, 48), device=CPU),
+        normal(40, 64, on=CPU),
+    )
     alone_TO, all_TO = torch.zeros(1, 128), torch.zeros(40, 128)
-    backend.add_lora(alone_TO, x_TI[7:8], slots, plan_lora((2,), device))
-    backend.add_lora(all_TO, x_TI, slots, plan_lora(np.arange(40) % 3 - 1 + (np.arange(40) == 7) * 2, device))
+    backend.add_lora(alone_TO, x_TI[7:8], slots, plan_lora((2,), CPU))
+    backend.add_lora(all_TO, x_TI, slots, plan_lora(np.arange(40) % 3 - 1 + (np.arange(40) == 7) * 2, CPU))
     assert torch.equal(alone_TO[0], all_TO[7])
 
 
 def test_a_plan_names_each_token_with_an_adapter_once() -> None:
     slot_of = [BARE, 3, 0, 3, BARE, *[1] * 40, 0]
-    plan = plan_lora(slot_of, torch.device("cpu"))
+    plan = plan_lora(slot_of, CPU)
     assert sorted(plan.tokens_M.tolist()) == [token for token, slot in enumerate(slot_of) if slot != BARE]
     for slot, first, count in plan.items_W3.tolist():
         assert 1 <= count <= ITEM_TOKENS

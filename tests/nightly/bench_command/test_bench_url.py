@@ -1,21 +1,13 @@
 """`bench --url` against our own gateway: it measures the server, and writes the report of all other benchmarks."""
 
-import asyncio
 import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.bench.measures import Sample
-from blockyard.deploy.bench.targets import count_usage, text_of
 from blockyard.deploy.cli import main
-from blockyard.router.admission.token_entries import new_token
 from click.testing import CliRunner, Result
 
 from .conftest import Bench
-from .rig import running_router, worker_of_model
 
 SMALL = ("--num-requests", "6", "--input-tokens", "40", "--output-tokens", "5")
 
@@ -90,7 +82,7 @@ def test_token_ids_are_as_many_as_planned_and_a_prefix_in_common_is_reused(bench
 
 
 def test_turns_of_a_chat_have_the_answers_before_them_as_messages(bench: Bench) -> None:
-    load = (
+    load = [
         "--sessions",
         "2",
         "--turns",
@@ -101,7 +93,7 @@ def test_turns_of_a_chat_have_the_answers_before_them_as_messages(bench: Bench) 
         "64",
         "--pause-seconds",
         "0.05",
-    )
+    ]
     found = document("chat", *load, "--url", bench.url, "--endpoint", "chat")["results"]["of the server"]
     assert found["finished"] == 6
     assert found["hit_rate"] > 0.3
@@ -114,28 +106,6 @@ def test_what_the_server_refuses_is_counted_by_its_code(bench: Bench) -> None:
     assert sum(late["results"]["of the server"]["failed"].values()) == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "told"),
-    [
-        (("--url", "127.0.0.1:8000"), 2, "a server's URL is http://HOST:PORT or https://HOST"),
-        (("--url", "http://127.0.0.1:1"), 1, "no server answers at http://127.0.0.1:1: Connection refused"),
-        (("--url", "http://host.invalid:80"), 1, "no host of this name is known"),
-        (("--url", "http://h:1", "--flush"), 2, "need a cluster's routers: leave out --url"),
-        (
-            ("--url", "http://h:1", "--compare", "prefix,dynamo"),
-            2,
-            "need a cluster's routers: leave out --url",
-        ),
-        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "chat does not accept"),
-        (("--model", "m"), 2, "--endpoint and --vocab-size need --url"),
-    ],
-)
-def test_what_cannot_be_measured_has_a_sentence(arguments: tuple[str, ...], code: int, told: str) -> None:
-    result = run("random", *arguments)
-    assert result.exit_code == code
-    assert told in result.output
-
-
 def test_a_port_of_grpc_is_named_and_no_key_goes_out_in_plaintext(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,51 +115,3 @@ def test_a_port_of_grpc_is_named_and_no_key_goes_out_in_plaintext(
     assert refused.exit_code == 2
     assert "in plaintext" in refused.output
     assert "sk-of-somebody" not in refused.output
-
-
-@pytest.mark.ci
-async def test_the_key_comes_by_its_variable(tmp_path: Path) -> None:
-    token, entry = new_token("ann", "user", "acme")
-    tokens = tmp_path / "tokens.json"
-    tokens.touch(mode=0o600)
-    tokens.write_text(json.dumps([entry]))
-    async with running_router(auth_file=str(tokens), http_port=0) as router, worker_of_model("w0") as worker:
-        router.server.set_workers([worker.address])
-        url = f"http://{router.server.http_address}"
-        command = [sys.executable, "-m", "blockyard.deploy.cli", "bench", "random", *SMALL, "--url", url]
-        told = []
-        for key in (token, "another"):
-            typed = await asyncio.create_subprocess_exec(
-                *command,
-                *("-o", "json"),
-                env={**os.environ, "OPENAI_API_KEY": key},
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            told.append(await typed.communicate())
-    assert json.loads(told[0][0])["results"]["of the server"]["finished"] == 6
-    assert told[1][1].startswith(b"Error: ")
-
-
-@pytest.mark.parametrize(
-    ("event", "text"),
-    [
-        ({"choices": [{"text": "a"}]}, "a"),
-        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, ""),
-        ({"choices": [{"delta": {"content": "b"}}]}, "b"),
-        ({"choices": [{"delta": {"reasoning_content": "c", "content": None}}]}, "c"),
-        ({"choices": []}, ""),
-        ({"usage": {}}, ""),
-    ],
-)
-def test_text_is_found_in_the_events_of_every_server(event: dict[str, Any], text: str) -> None:
-    assert text_of(event) == text
-
-
-def test_usage_without_details_counts_no_cached_token() -> None:
-    sample = Sample(number=0, due=0.0, sent=0.0)
-    count_usage(
-        {"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": None}}, sample
-    )
-    count_usage({"usage": None}, sample)
-    assert (sample.prompt_tokens, sample.output_tokens, sample.cached_tokens) == (3, 2, 0)

@@ -11,7 +11,8 @@ from blockyard.deploy.cli import main
 from blockyard.router.client import Client
 from click.testing import CliRunner, Result
 
-from .rig import SIMULATED, eventually, processes
+from tests.system.harness import eventually
+from tests.system.processes import SIMULATED, processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,26 +4,20 @@ A system that is absent, fails or takes too much memory is ended with all that i
 measured.
 """
 
-import asyncio
 import os
 import sys
 from argparse import Namespace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from bench.engine import systems
-from bench.engine.__main__ import check_memory, lost_of, measure
-from bench.engine.figures import (
-    MIN_REPEATS,
-    Results,
-    figures_of,
-)
+from bench.engine.__main__ import lost_of, measure
+from bench.engine.figures import MIN_REPEATS, Results, figures_of
 from bench.engine.peers.protocol import Request
 from bench.engine.report import text_of
+from bench.engine.shapes import model_folder
 from bench.engine.systems import (
     SERVED,
     SERVED_PLAINTEXT,
@@ -31,17 +25,36 @@ from bench.engine.systems import (
     System,
     SystemEnded,
     Trial,
-    end_group,
     our_systems,
     peers,
     running,
-    with_preload,
 )
+from bench.engine.workloads import requests_of
 from bench.router.processes import tree
 
-from .test_engine_bench import SETTING, SETTINGS, workload
-
 GIB = 2**30
+SETTINGS = {
+    "model": str(model_folder("demo", "float32", Path(), with_weights=True)),
+    "dtype": "float32",
+    "device": "cpu",
+    "kv_bytes": 2**25,
+    "max_model_len": 512,
+    "max_num_seqs": 256,
+    "threads": 1,
+}
+ON_A_GPU = {
+    "report": "engine",
+    "model": "m",
+    "device": "cuda",
+    "device_name": "a GPU",
+    "threads": 2,
+    "repeats": MIN_REPEATS,
+    "proven": "9 tests passed",
+}
+
+
+def workload(name: str) -> list[Request]:
+    return requests_of(name, vocab_size=4096, rate=2.0, repeat=0)
 
 
 async def run(system: System, folder: Path, requests: list[Request]) -> Trial:
@@ -50,7 +63,6 @@ async def run(system: System, folder: Path, requests: list[Request]) -> Trial:
         return await started.run(requests)
 
 
-@pytest.mark.slow
 async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_path: Path) -> None:
     ours = our_systems(SETTINGS, backends=["torch"], is_served=False, is_unshared=False)
     transformers = peers(
@@ -66,8 +78,7 @@ async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_pat
     assert heads[0] == heads[1] == heads[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [SERVED, pytest.param(SERVED_PLAINTEXT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [SERVED, SERVED_PLAINTEXT])
 async def test_the_clusters_own_path_is_a_worker_and_a_router_that_end_with_the_run(
     name: str, tmp_path: Path
 ) -> None:
@@ -135,15 +146,6 @@ async def test_a_peer_that_brings_too_few_tokens_can_be_ended_with_all_that_it_s
         assert int(started.notes.split()[0]) not in tree(os.getpid()), "it is waited for"
 
 
-async def test_a_number_that_is_anothers_by_now_is_not_signalled() -> None:
-    stranger = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
-    reaped = cast(asyncio.subprocess.Process, SimpleNamespace(pid=stranger.pid, returncode=0))
-    await end_group(reaped)
-    assert living(str(stranger.pid)) == [stranger.pid]
-    await end_group(stranger)
-    assert stranger.returncode == -15
-
-
 async def test_a_peer_that_ends_amid_a_run_is_told_apart_from_a_slow_one(tmp_path: Path) -> None:
     hello = '{"versions": {}, "notes": "", "load_seconds": 0.1}'
     dying = script(tmp_path, f"input(); print('{hello}', flush=True); input(); raise SystemExit('enough')\n")
@@ -194,7 +196,7 @@ async def test_who_fails_ours_too_loses_its_own_figures_alone(tmp_path: Path) ->
         "tiny": [3],
         "brief": [3],
     }
-    text = text_of(figures_of({"bfloat16": results}, {**SETTING, "device": "cuda"}))
+    text = text_of(figures_of({"bfloat16": results}, ON_A_GPU))
     assert "**failed**: it has ended: out of memory" in text
     assert "nano, bfloat16: blockyard triton / the roofline" in text, "the floor is not another row's"
     assert lost_of({"bfloat16": results}) == "blockyard triton in bfloat16"
@@ -217,18 +219,3 @@ async def test_a_peer_that_does_not_stand_ready_in_time_is_absent(
     async with running(script(tmp_path, "import time; time.sleep(60)"), tmp_path, GIB) as started:
         assert started == "it was not ready within 0 s"
         assert tree(os.getpid()) == before, "it runs beside what is measured"
-
-
-def test_an_allocator_is_preloaded_for_peers_that_take_one_and_never_for_ours() -> None:
-    ours = System(name="blockyard cpu", command=("x",), settings={}, is_ours=True)
-    vllm = System(name="vllm", command=("x",), settings={}, env={"LD_PRELOAD": "omp.so"})
-    openvino = System(name="openvino", command=("x",), settings={}, takes_preload=False)
-    loaded = [with_preload(system, ["malloc.so"]).env.get("LD_PRELOAD") for system in (ours, vllm, openvino)]
-    assert loaded == [None, "malloc.so:omp.so", None]
-
-
-def test_systems_that_leave_too_little_memory_end_the_run() -> None:
-    check_memory(None)
-    check_memory(2 * 2**30)
-    with pytest.raises(RuntimeError, match=r"leave 1\.0 GiB"):
-        check_memory(2**30)

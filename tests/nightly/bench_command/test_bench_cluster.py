@@ -1,23 +1,17 @@
 """The command against a real cluster: it sends its plan, and its report matches what the cluster did."""
 
-import asyncio
 import json
-import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from blockyard.router.admission.token_entries import new_token
 from blockyard.router.client import Client
 
 from .conftest import Bench
-from .rig import running_router, worker_of_model
 
 SMALL = ("--groups", "2", "--followers", "3", "--prefix-tokens", "256", "--output-tokens", "4")
 
 
-@pytest.mark.ci
 def test_prompts_that_share_nothing_hit_nothing(bench: Bench) -> None:
     found = bench.results("random", "--num-requests", "12", "--input-tokens", "64", "--output-tokens", "3")
     assert (found["finished"], found["failed"], found["migrations"]) == (12, {}, 0)
@@ -51,9 +45,7 @@ def test_policies_are_compared_in_turns_on_the_same_requests_with_empty_caches(
     bench: Bench, tmp_path: Path
 ) -> None:
     saved = tmp_path / "result.json"
-    result = bench.run(
-        "shared-prefix",
-        *SMALL,
+    compared = [
         "--concurrency",
         "1",
         "--compare",
@@ -62,9 +54,8 @@ def test_policies_are_compared_in_turns_on_the_same_requests_with_empty_caches(
         "2",
         "--slo-ttft-ms",
         "60000",
-        "--save",
-        str(saved),
-    )
+    ]
+    result = bench.run("shared-prefix", *SMALL, *compared, "--save", str(saved))
     assert result.exit_code == 0, result.output
     document = json.loads(saved.read_text())
     prefix, turns = (document["results"][policy] for policy in ("prefix", "round_robin"))
@@ -78,8 +69,7 @@ def test_policies_are_compared_in_turns_on_the_same_requests_with_empty_caches(
 
 
 def test_turns_of_a_chat_find_what_was_said_before(bench: Bench) -> None:
-    found = bench.results(
-        "chat",
+    load = [
         "--sessions",
         "3",
         "--turns",
@@ -90,7 +80,8 @@ def test_turns_of_a_chat_find_what_was_said_before(bench: Bench) -> None:
         "96",
         "--pause-seconds",
         "0.05",
-    )
+    ]
+    found = bench.results("chat", *load)
     assert found["finished"] == 9
     assert found["hit_rate"] > 0.5
 
@@ -109,7 +100,6 @@ def test_a_trace_is_played_at_its_times_and_shares_its_blocks(bench: Bench, tmp_
     assert found["hit_rate"] == pytest.approx(96 / 360)
 
 
-@pytest.mark.ci
 def test_an_open_loop_is_not_slowed_down_by_answers(bench: Bench) -> None:
     """Each answer takes 200 steps of 10 ms, and 30 requests come within a second or so."""
     found = bench.results(
@@ -121,8 +111,7 @@ def test_an_open_loop_is_not_slowed_down_by_answers(bench: Bench) -> None:
 
 
 def test_what_a_router_refuses_is_counted_by_its_reason(bench: Bench) -> None:
-    found = bench.results(
-        "random",
+    late = [
         "--num-requests",
         "4",
         "--input-tokens",
@@ -133,7 +122,8 @@ def test_what_a_router_refuses_is_counted_by_its_reason(bench: Bench) -> None:
         "400",
         "--warm-up",
         "0",
-    )
+    ]
+    found = bench.results("random", *late)
     assert found["finished"] == 0
     assert sum(found["failed"].values()) == 4
     assert found["ttft_ms"]["mean"] is None
@@ -164,32 +154,3 @@ def test_warming_up_leaves_no_request_behind_and_is_not_counted(bench: Bench) ->
     assert found["results"]["prefix"]["finished"] == 2
     with Client(bench.router) as client:
         assert client.list_requests() == []
-
-
-async def test_a_token_that_may_only_ask_the_model_measures_what_its_own_requests_tell(
-    tmp_path: Path,
-) -> None:
-    token, entry = new_token("ann", "user", "acme")
-    tokens = tmp_path / "tokens.json"
-    tokens.touch(mode=0o600)
-    tokens.write_text(json.dumps([entry]))
-    async with running_router(auth_file=str(tokens)) as router, worker_of_model("w0") as worker:
-        router.server.set_workers([worker.address])
-        command = [
-            sys.executable,
-            "-m",
-            "blockyard.deploy.cli",
-            "bench",
-            "random",
-            "--router",
-            router.address,
-        ]
-        short = ("--num-requests", "3", "--input-tokens", "40", "--output-tokens", "2", "--output", "json")
-        typed = await asyncio.create_subprocess_exec(
-            *command, *short, env={**os.environ, "BLOCKYARD_TOKEN": token}, stdout=asyncio.subprocess.PIPE
-        )
-        output, _ = await typed.communicate()
-    document = json.loads(output)
-    assert document["cluster"]["workers"] is None
-    (found,) = document["results"].values()
-    assert (found["finished"], found["predicted_hit_rate"]) == (3, None)

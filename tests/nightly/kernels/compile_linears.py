@@ -1,7 +1,7 @@
 """Compile Triton's linears with weights of 4 and 8 bits for GPUs that need not be present, and print a row for each.
 
 A product whose loop spills registers, or computes a tile while none loads, is an error. `test_compilation` runs this in
-a process without TRITON_INTERPRET. `python -m tests.unit.kernels.compile_linears --write` puts the rows into the docs.
+a process without TRITON_INTERPRET. `python -m tests.nightly.kernels.compile_linears --write` writes the docs' rows.
 """
 
 import sys
@@ -31,9 +31,10 @@ from blockyard.kernels.triton.linears.product import (
 from blockyard.kernels.triton.linears.weights import TiledWeight, tiled
 from triton.backends.compiler import GPUTarget
 
+from tests.unit.kernels.weights import fp8_weight, int4_weight, int8_weight
+
 from .compile_for_cuda import CONSUMER, H100, MAX_SHARED_BYTES, TORCH_DTYPES, compile_kernel, write
 from .compiled_code import LINEAR_HEADS, facts_of
-from .test_triton_linears import fp8_weight, int4_weight, int8_weight
 
 A100, B200, NEW_CONSUMER = (GPUTarget("cuda", capability, 32) for capability in (80, 100, 120))
 NAMES = {
@@ -50,32 +51,6 @@ EXPERT_TOKENS = (FEW, MANY)
 """One number of tokens for each size of tiles of experts."""
 PLAINEST = ("int4", "int8 in groups", "fp8 in blocks")
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i8": tl.int8, "fp8e4nv": tl.float8e4nv}
-COUNTS = (
-    "num_rows",
-    "num_outputs",
-    "num_inputs",
-    "num_units",
-    "num_scales",
-    "num_splits",
-    "units_a_split",
-    "x_stride_t",
-    "unit_stride",
-    "output_stride",
-)
-
-
-EXPERT_COUNTS = (
-    "num_pairs",
-    "num_outputs",
-    "num_inputs",
-    "num_units",
-    "num_groups",
-    "num_scales",
-    "x_stride",
-    "expert_stride",
-    "unit_stride",
-    "output_stride",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,102 +98,54 @@ def tiles_of(name: str, tokens: int, target: GPUTarget, dtype: str = "bf16") -> 
     )
 
 
-def compile_product(name: str, tokens: int, target: GPUTarget = H100, dtype: str = "bf16") -> Any:
-    """Compile the product with a number of tokens as it is launched on the GPU."""
+def compile_scheme(
+    kernel: Any, name: str, dtype: str, target: GPUTarget, tiles: LinearTiles | None, **constants: Any
+) -> Any:
+    """Compile a kernel for a weight of the scheme as it is launched on the GPU."""
     scheme = SCHEMES[name]
     as_bits = target == A100  # It does not convert e4m3.
     numbers, inputs = (
         "u8" if as_bits and kind == "fp8e4nv" else kind for kind in (scheme.numbers, scheme.inputs)
     )
-    tiles = tiles_of(name, tokens, target, dtype)
-    pointers = {
-        "x_ptr": f"*{inputs or dtype}",
-        "x_scale_ptr": "*fp32",
-        "numbers_ptr": f"*{numbers}",
-        "scale_ptr": "*fp32",
-        "zero_ptr": "*i8" if numbers == "i8" else "*u8",
-        "bias_ptr": f"*{dtype}",
-        "out_ptr": f"*{dtype}",
-        "partial_ptr": "*fp32",
-    }
-    constants = {
-        "X_SCALES": scheme.x_scales,
-        "HAS_BIAS": False,
-        "TYPE": TYPES[dtype if inputs in (None, "u8") else inputs],
-        "BLOCK_O": tiles.outputs,
-        "BLOCK_T": tiles.tokens,
-        **form_of(scheme.weight),
-    }
+    if kernel is not quantised_linear_kernel:
+        inputs = None
     return compile_kernel(
-        quantised_linear_kernel,
-        pointers,
-        dict.fromkeys(COUNTS, "i32"),
-        constants,
+        kernel,
+        dtype,
+        {"TYPE": TYPES[dtype if inputs in (None, "u8") else inputs], **constants, **form_of(scheme.weight)},
         target,
-        ("num_outputs", "num_inputs"),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        pointers={
+            "x_ptr": inputs or dtype,
+            "numbers_ptr": numbers,
+            "zero_ptr": "i8" if numbers == "i8" else "u8",
+        },
+        multiples=("num_outputs", "num_inputs"),
+        num_warps=DEQUANTISE_WARPS if tiles is None else tiles.warps,
+        **({} if tiles is None else {"num_stages": tiles.stages}),
     )
+
+
+def compile_product(name: str, tokens: int, target: GPUTarget = H100, dtype: str = "bf16") -> Any:
+    """Compile the product with a number of tokens."""
+    tiles = tiles_of(name, tokens, target, dtype)
+    constants = {"X_SCALES": SCHEMES[name].x_scales, "HAS_BIAS": False}
+    constants |= {"BLOCK_O": tiles.outputs, "BLOCK_T": tiles.tokens}
+    return compile_scheme(quantised_linear_kernel, name, dtype, target, tiles, **constants)
 
 
 def compile_dequantise(name: str, target: GPUTarget) -> Any:
     """Compile what writes a weight out in bf16."""
-    scheme = SCHEMES[name]
-    numbers = "u8" if target == A100 and scheme.numbers == "fp8e4nv" else scheme.numbers
-    return compile_kernel(
-        dequantise_kernel,
-        {
-            "numbers_ptr": f"*{numbers}",
-            "scale_ptr": "*fp32",
-            "zero_ptr": "*i8" if numbers == "i8" else "*u8",
-            "plain_ptr": "*bf16",
-        },
-        dict.fromkeys(
-            ("first_output", "end_output", *COUNTS[1:3], "num_scales", "unit_stride", "output_stride"), "i32"
-        ),
-        {"TYPE": tl.bfloat16, "BLOCK_O": DEQUANTISED_OUTPUTS, **form_of(scheme.weight)},
-        target,
-        ("num_outputs", "num_inputs"),
-        num_warps=DEQUANTISE_WARPS,
-    )
+    return compile_scheme(dequantise_kernel, name, "bf16", target, None, BLOCK_O=DEQUANTISED_OUTPUTS)
 
 
 def compile_experts(
     name: str, tokens: int, target: GPUTarget = H100, dtype: str = "bf16", *, is_ordered: bool = False
 ) -> Any:
-    """Compile the product of experts for a number of tokens as it is launched on the GPU."""
-    scheme = SCHEMES[name]
-    numbers = "u8" if target == A100 and scheme.numbers == "fp8e4nv" else scheme.numbers
+    """Compile the product of quantised experts with the tiles for so many tokens."""
     rows = expert_tiles(tokens, dtype=TORCH_DTYPES[dtype]).rows
     tiles = tiles_of(name, rows, target, dtype)
-    pointers = {
-        "x_ptr": f"*{dtype}",
-        "numbers_ptr": f"*{numbers}",
-        "scale_ptr": "*fp32",
-        "zero_ptr": "*i8" if numbers == "i8" else "*u8",
-        "order_ptr": "*i32",
-        "out_ptr": f"*{dtype}",
-        "pairs_ptr": "*i32",
-        "tiles_ptr": "*i32",
-    }
-    constants = {
-        "PAIRS_A_ROW": 8,
-        "ORDERED": is_ordered,
-        "TYPE": TYPES[dtype],
-        "BLOCK_O": tiles.outputs,
-        "BLOCK_T": rows,
-        **form_of(scheme.weight),
-    }
-    return compile_kernel(
-        quantised_experts_kernel,
-        pointers,
-        dict.fromkeys(EXPERT_COUNTS, "i32"),
-        constants,
-        target,
-        ("num_outputs", "num_inputs"),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    constants = {"PAIRS_A_ROW": 8, "ORDERED": is_ordered, "BLOCK_O": tiles.outputs, "BLOCK_T": rows}
+    return compile_scheme(quantised_experts_kernel, name, dtype, target, tiles, **constants)
 
 
 def products(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
@@ -270,9 +197,9 @@ def others(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
                 f"inputs to {number} by {unit}",
                 compile_kernel(
                     quantise_inputs_kernel,
-                    {"x_ptr": "*bf16", "numbers_ptr": f"*{number}", "scale_ptr": "*fp32"},
-                    dict.fromkeys(("num_rows", "num_inputs", "num_units", "x_stride_t"), "i32"),
+                    "bf16",
                     {"UNIT": unit, "UNIT_POW2": unit, "BLOCK_R": units},
+                    pointers={"numbers_ptr": number},
                     multiples=("num_inputs",),
                     num_warps=warps_of(unit),
                 ),
@@ -282,11 +209,7 @@ def others(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
     yield (
         "sum of parts",
         compile_kernel(
-            sum_parts_kernel,
-            {"partial_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"},
-            dict.fromkeys(("num_rows", "num_outputs", "num_splits"), "i32"),
-            {"HAS_BIAS": True, "TILE": SUM_TILE},
-            multiples=("num_outputs",),
+            sum_parts_kernel, "bf16", {"HAS_BIAS": True, "TILE": SUM_TILE}, multiples=("num_outputs",)
         ),
     )
 

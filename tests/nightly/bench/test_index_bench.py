@@ -1,6 +1,5 @@
 """The bench of the prefix index: it runs on a real Redis, its peer answers as ours does, its figures are right."""
 
-import asyncio
 import json
 import random
 import uuid
@@ -16,7 +15,7 @@ from redis.asyncio import Redis
 from bench.index.__main__ import QUICK, keep, measure
 from bench.index.llmd import LlmdIndex, pod_entry
 from bench.index.load import CLUSTER, die_and_purge, make_names, num_names, register_all
-from bench.index.server import measured, used_memory_bytes
+from bench.index.server import measured
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,6 @@ async def client(redis_process: RedisProcess) -> AsyncIterator[Redis]:
         yield client
 
 
-@pytest.mark.slow
 async def test_a_quick_run_measures_every_part_and_keeps_a_report_with_its_picture(
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:
@@ -94,15 +92,3 @@ async def test_a_measured_stretch_counts_its_scripts_and_nothing_outside(client:
     assert len(spent.script_microseconds) == 3
     assert sum(spent.script_microseconds) == pytest.approx(spent.microseconds_by_command["evalsha"], abs=3)
     assert 0 < spent.server_cpu_seconds < 10 * spent.wall_seconds
-
-
-async def test_memory_is_that_of_the_data_not_of_connections(client: Redis) -> None:
-    # A server keeps some tables once it has had as many clients.
-    await asyncio.gather(*(client.get("data") for _ in range(20)))
-    before = await used_memory_bytes(client)
-    await client.set("data", b"x" * 100_000)
-    assert 100_000 <= await used_memory_bytes(client) - before < 200_000
-    await asyncio.gather(*(client.get("data") for _ in range(20)))
-    await client.delete("data")
-    # Twenty connections would hold 320 KiB at least; newer servers keep some 60 kB of their own.
-    assert abs(await used_memory_bytes(client) - before) < 100_000
