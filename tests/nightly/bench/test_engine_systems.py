@@ -94,20 +94,6 @@ def script(tmp_path: Path, text: str) -> System:
     return System(name="a peer", command=(sys.executable, str(path)), settings={})
 
 
-async def test_a_peer_that_is_not_installed_is_absent_and_says_what_is_missing(tmp_path: Path) -> None:
-    pythons = {"vllm": Path(sys.executable)}
-    (vllm,) = peers(SETTINGS, pythons, None, batchings=[])
-    async with running(vllm, tmp_path, GIB) as started:
-        assert started == "vllm cannot be imported"
-
-
-async def test_a_peer_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
-    greedy = script(tmp_path, "import time\nheld = bytearray(300 << 20)\ntime.sleep(60)\n")
-    async with running(greedy, tmp_path, 290 << 20) as started:
-        assert isinstance(started, str)
-        assert "killed by the benchmark at 0.3 GiB" in started
-
-
 STARTS_A_CHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
@@ -121,14 +107,28 @@ def living(pids: str) -> list[int]:
     return [pid for pid, stat in stats.items() if stat.exists() and ") Z " not in stat.read_text()]
 
 
-async def test_what_an_absent_peer_had_started_is_gone_before_others_are_measured(tmp_path: Path) -> None:
-    ends = script(
-        tmp_path, f"{STARTS_A_CHILD}\nopen({str(tmp_path / 'pids')!r}, 'w').write(pids); sys.exit(1)"
-    )
-    async with running(ends, tmp_path, GIB) as started:
-        assert isinstance(started, str)
-        assert started.startswith("it has ended")
-        assert living((tmp_path / "pids").read_text()) == []
+async def test_an_absent_peer_says_why_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not installed, takes too much memory, ends, or does not stand ready in time."""
+    (vllm,) = peers(SETTINGS, {"vllm": Path(sys.executable)}, None, batchings=[])
+    before = tree(os.getpid())
+    for text, memory, why in (
+        ("", GIB, "vllm cannot be imported"),
+        ("held = bytearray(300 << 20); time.sleep(60)", 290 << 20, "killed by the benchmark at 0.3 GiB"),
+        ("sys.exit(1)", GIB, "it has ended"),
+        ("time.sleep(60)", GIB, "it was not ready within 0 s"),
+    ):
+        if "not ready" in why:
+            monkeypatch.setattr(systems, "LOAD_SECONDS", 0.2)
+        pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(pids)"
+        peer = script(tmp_path, f"{STARTS_A_CHILD}\n{pids}; {text}") if text else vllm
+        async with running(peer, tmp_path, memory) as started:
+            assert isinstance(started, str)
+            assert why in started
+            assert tree(os.getpid()) == before, "it runs beside what is measured"
+            if (tmp_path / "pids").exists():
+                assert living((tmp_path / "pids").read_text()) == []
 
 
 async def test_a_peer_that_brings_too_few_tokens_can_be_ended_with_all_that_it_started(
@@ -209,13 +209,3 @@ async def test_no_repeat_beyond_those_that_claims_need_begins_when_a_workload_ha
     results = await measured([slow], tmp_path, repeats=MIN_REPEATS + 2, seconds=0.05)
     assert [len(rows["slow"]) for rows in results.trials.values()] == [MIN_REPEATS] * 2
     assert lost_of({"bfloat16": results}) == ""
-
-
-async def test_a_peer_that_does_not_stand_ready_in_time_is_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(systems, "LOAD_SECONDS", 0.2)
-    before = tree(os.getpid())
-    async with running(script(tmp_path, "import time; time.sleep(60)"), tmp_path, GIB) as started:
-        assert started == "it was not ready within 0 s"
-        assert tree(os.getpid()) == before, "it runs beside what is measured"

@@ -2,20 +2,17 @@
 
 import json
 import random
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index.contract import MAX_BATCH_NAMES
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from redis.asyncio import Redis
 
 from bench.index.__main__ import QUICK, keep, measure
 from bench.index.llmd import LlmdIndex, pod_entry
 from bench.index.load import CLUSTER, die_and_purge, make_names, num_names, register_all
-from bench.index.server import measured
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +78,3 @@ async def test_a_death_and_a_purge_leave_what_the_living_hold(client: Redis) -> 
     assert await num_names(client) == 600
     await living.remove(shared)
     assert await num_names(client) == 0
-
-
-async def test_a_measured_stretch_counts_its_scripts_and_nothing_outside(client: Redis) -> None:
-    index = RedisPrefixIndex(client, f"test-{uuid.uuid4().hex}")
-    (writer,) = await register_all(index, 1)
-    await writer.add(make_names(1, MAX_BATCH_NAMES))
-    async with measured(client) as spent:
-        await writer.add(make_names(2, 3 * MAX_BATCH_NAMES))
-    assert len(spent.script_microseconds) == 3
-    assert sum(spent.script_microseconds) == pytest.approx(spent.microseconds_by_command["evalsha"], abs=3)
-    assert 0 < spent.server_cpu_seconds < 10 * spent.wall_seconds

@@ -3,10 +3,8 @@
 A real engine is measured from plan to delivery.
 """
 
-import gc
 import json
 import os
-import re
 import signal
 import sys
 from dataclasses import replace
@@ -24,7 +22,7 @@ from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine, engine_
 from bench.engine.peers.protocol import Request
 from bench.engine.shapes import DEMO, model_folder
 from bench.kernels.timing import Machine
-from bench.profile import scenarios, stopwatch
+from bench.profile import stopwatch
 from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
 from bench.profile.report import WALKED, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
@@ -32,7 +30,6 @@ from bench.profile.room import Decode, room_for
 from bench.profile.scenarios import (
     PLAN,
     PREPARE,
-    large_pool_collection_ms,
     medians,
     profile_steps,
     watch_parts,
@@ -41,6 +38,7 @@ from bench.profile.scenarios import (
 from bench.profile.stopwatch import Stopwatch
 
 CHECKPOINT = DEMO / "model.safetensors"
+MODEL = model_folder("demo", "float32", Path(), with_weights=True)
 
 MACHINE = Machine(copy_bytes_per_second=1e10, matmul_flops_per_second=1e12)
 
@@ -78,102 +76,51 @@ def test_a_part_has_its_time_without_that_of_the_parts_it_calls(monkeypatch: pyt
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model = model_folder("demo", "float32", Path(), with_weights=True)
-    settings = EngineSettings(
-        model=str(model), dtype="float32", device="cpu", backend="torch", kv_bytes=2**25, max_model_len=512
-    )
-    return build_engine(settings)
+    options = {"dtype": "float32", "device": "cpu", "backend": "torch", "max_model_len": 512}
+    return build_engine(EngineSettings(model=str(MODEL), kv_bytes=2**25, **options))
 
 
 def test_the_parts_of_a_decode_step_add_up_to_it(engine: Engine) -> None:
     with decoding(engine, running=3, context=20, num_steps=9), watch_parts(engine) as watch:
         profile = profile_steps(engine, watch, 4)
     assert not engine.has_work
-    wanted = {
-        PLAN,
-        PREPARE,
-        "commit",
-        "deliver",
-        "sample",
-        "forward: attention",
-        "forward: linear 224 -> 384",
-    }
-    assert wanted <= profile.keys()
+    assert {PLAN, PREPARE, "commit", "deliver", "sample"} <= profile.keys()
+    assert {"forward: attention", "forward: linear 224 -> 384"} <= profile.keys()
     for step in range(4):
         parts = sum(values[step] for part, values in profile.items() if part != "step" and len(values) == 4)
         assert parts <= profile["step"][step] * 1.001
     assert next(iter(medians(profile))) == "step"
 
 
-FULL_HOUSE, CONTEXT, PROMISED_STEPS = 8, 70, 40
+def test_decodes_run_in_each_step_in_a_pool_that_just_holds_them_or_the_run_is_refused() -> None:
+    """A pool for eight sequences of 70 tokens to the end of 40 steps. A step computes less than a prompt."""
+    limits = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+    needed = blocks_of_decodes(running=8, context=70, num_steps=40, block_size=BLOCK_SIZE)
+    options = {"dtype": "float32", "device": "cpu", "kv_bytes": 0, "least_blocks": needed}
+    engine = build_engine(EngineSettings(model=str(MODEL), **options, **limits))
 
+    def decode(num_steps: int, *, running: int = 8, beside: int = 0) -> list[int]:
+        """Return the tokens that came of each step. `beside` is the prompt of an urgent request meanwhile."""
+        with decoding(engine, running=running, context=70, num_steps=40):
+            lengths = [len(sequence.tokens) for sequence in engine.scheduler.running]
+            assert 70 < min(lengths) <= max(lengths) <= 73
+            if beside:
+                engine.submit(replace(engine_request(list(range(10, 10 + beside)), 100), priority=-9))
+            return [len(engine.step().outputs) for _ in range(num_steps)]
 
-@pytest.fixture(scope="module")
-def full_engine() -> Engine:
-    """Its pool holds FULL_HOUSE sequences to the end of PROMISED_STEPS, and no block besides. A step computes less than
-    a prompt."""
-    needed = blocks_of_decodes(
-        running=FULL_HOUSE, context=CONTEXT, num_steps=PROMISED_STEPS, block_size=BLOCK_SIZE
-    )
-    model = model_folder("demo", "float32", Path(), with_weights=True)
-    settings = EngineSettings(
-        model=str(model),
-        dtype="float32",
-        device="cpu",
-        kv_bytes=0,
-        least_blocks=needed,
-        max_model_len=512,
-        max_num_seqs=2 * FULL_HOUSE,
-        max_num_batched_tokens=4 * FULL_HOUSE,
-    )
-    return build_engine(settings)
-
-
-def decode(engine: Engine, num_steps: int, *, running: int = FULL_HOUSE, beside: int = 0) -> list[int]:
-    """How many tokens came of each step; `beside` is the prompt of an urgent request that comes meanwhile."""
-    with decoding(engine, running=running, context=CONTEXT, num_steps=PROMISED_STEPS):
-        if beside:
-            engine.submit(replace(engine_request(list(range(10, 10 + beside)), 100), priority=-9))
-        return [len(engine.step().outputs) for _ in range(num_steps)]
-
-
-def test_all_sequences_decode_in_each_step_in_a_pool_that_just_holds_them(full_engine: Engine) -> None:
-    assert decode(full_engine, PROMISED_STEPS) == [FULL_HOUSE] * PROMISED_STEPS
-    assert not full_engine.has_work
-
-
-def test_decodes_begin_at_about_one_length_however_slow_prompts_are(
-    full_engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(full_engine.mixed_steps, "limit_tokens", 1)
-    with decoding(full_engine, running=FULL_HOUSE, context=CONTEXT, num_steps=PROMISED_STEPS):
-        lengths = [len(sequence.tokens) for sequence in full_engine.scheduler.running]
-        assert full_engine.mixed_steps.limit_tokens == 1
-    assert len(lengths) == FULL_HOUSE
-    assert CONTEXT < min(lengths) <= max(lengths) <= CONTEXT + 3
-
-
-def test_decodes_that_the_pool_does_not_hold_to_their_end_are_refused(full_engine: Engine) -> None:
-    missing = re.escape(f"{8 * full_engine.bytes_per_block / 2**20:.1f} MiB are missing")
-    with pytest.raises(
-        ValueError, match=rf"9 sequences of 70 tokens need 72 blocks .* the KV pool has 64: {missing}"
+    assert decode(40) == [8] * 40
+    for error, given, told in (
+        (ValueError, {"running": 9}, r"9 sequences of 70 tokens need 72 blocks .* the KV pool has 64: "),
+        (
+            RuntimeError,
+            {"num_steps": 40 + START_STEPS},
+            r"0 of 8 sequences ran .*: 0 were preempted .*, 8 have",
+        ),
+        (RuntimeError, {"beside": 240}, r"of 8 sequences ran in each of 40 steps.*: [1-8] were preempted"),
     ):
-        decode(full_engine, PROMISED_STEPS, running=FULL_HOUSE + 1)
-    assert not full_engine.has_work
-
-
-def test_sequences_that_end_before_the_last_step_are_told(full_engine: Engine) -> None:
-    with pytest.raises(RuntimeError, match=r"0 of 8 sequences ran .*: 0 were preempted .*, 8 have ended"):
-        decode(full_engine, PROMISED_STEPS + START_STEPS)
-    assert not full_engine.has_work
-
-
-def test_sequences_that_are_preempted_while_others_decode_are_told(full_engine: Engine) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"of 8 sequences ran in each of 40 steps.*: [1-8] were preempted .*, 0 have ended"
-    ):
-        decode(full_engine, PROMISED_STEPS, beside=240)
-    assert not full_engine.has_work
+        with pytest.raises(error, match=told):
+            decode(**{"num_steps": 40, **given})
+        assert not engine.has_work
 
 
 def test_a_whole_workload_finds_nothing_cached_and_counts_what_names_cost(engine: Engine) -> None:
@@ -217,48 +164,26 @@ FIGURES: Figures = {
 }
 
 
-def test_floors_are_the_schedulers_names_and_the_collectors() -> None:
+def test_floors_and_text_follow_from_the_figures() -> None:
+    """The floor of a whole step is a GPU's and its model's, at each length of context."""
     assert [floor.holds for floor in floors_of(FIGURES)] == [True, False, True]
     for what in ("spared_ms", "large_pool_ms"):
         slow = {**FIGURES, "full_collections": {**FULL_COLLECTIONS, what: 7.0}}
         assert [floor.holds for floor in floors_of(slow)] == [True, False, False]
-
-
-def test_the_floor_of_a_whole_step_is_of_a_gpu_and_its_model_at_each_length_of_context() -> None:
     assert len(floors_of({**FIGURES, "device": "cuda", "model": "qwen3-0.6b"})) == 3
     floors = floors_of({**FIGURES, "device": "cuda", "model": "llama-3.1-8b"})[3:]
     assert [(floor.value, floor.holds) for floor in floors] == [(0.7, False), (0.85, True)]
-    assert all("llama-3.1-8b" in floor.name for floor in floors)
-    assert ["sequences of 256 " in floors[0].name, "sequences of 2048 " in floors[1].name] == [True, True]
-
-
-def test_the_report_says_what_is_rare_beside_what_is_usual() -> None:
+    for floor, context in zip(floors, (256, 2048), strict=True):
+        assert "llama-3.1-8b" in floor.name
+        assert f"sequences of {context} " in floor.name
     text = text_of(FIGURES, "Title.\n\n    command\n\nAbout.")
-    assert "50 steps: p50 0.8 ms, p99 0.9 ms, max 1.5 ms." in text
-    assert (
-        "while 256 sequences decode, longest of 3: as in a worker 3.0 ms, python's own way 600.0 ms" in text
-    )
-    assert "with 1,048,576 tokens in the pool and a simulated model: as in a worker 4.0 ms" in text
-    assert "| 64 | 2,048 | 2.00 | 1.00 | 85% |" in text
-
-
-def test_a_large_pool_is_walked_while_its_sequences_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: list[Engine] = []
-
-    def engine_of(*args: Any, **settings: Any) -> Engine:
-        engines.append(Engine(*args, **settings))
-        return engines[0]
-
-    def look(count: int) -> float:
-        (engine,) = engines
-        assert [len(sequence.tokens) >= 64 for sequence in engine.scheduler.running] == [True] * 4
-        assert engine.pool.num_used >= 4 * 64 // BLOCK_SIZE
-        assert gc.get_freeze_count()
-        return float(count)
-
-    monkeypatch.setattr(scenarios, "Engine", engine_of)
-    monkeypatch.setattr(scenarios, "_longest_collection_ms", look)
-    assert large_pool_collection_ms(running=4, context=64, count=7) == 7.0
+    for told in (
+        "50 steps: p50 0.8 ms, p99 0.9 ms, max 1.5 ms.",
+        "longest of 3: as in a worker 3.0 ms, python's own way 600.0 ms",
+        "with 1,048,576 tokens in the pool and a simulated model: as in a worker 4.0 ms",
+        "| 64 | 2,048 | 2.00 | 1.00 | 85% |",
+    ):
+        assert told in text
 
 
 def test_the_limit_of_a_decode_step_is_weights_or_matmuls_and_then_the_cache(engine: Engine) -> None:

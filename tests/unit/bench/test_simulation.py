@@ -28,7 +28,7 @@ def request(number: int, at: float, *prompt: Run, output: int = 8, **more: int) 
     )
 
 
-def test_a_lone_request_takes_what_the_profile_says():
+def test_a_lone_request_takes_what_the_profile_says() -> None:
     profile = HardwareProfile(name="plain", step_overhead_seconds=0.25)
     result = simulate(
         workload(request(0, 1.0, Run(0, 2000), output=5)), Setup(num_workers=1, profile=profile)
@@ -40,7 +40,7 @@ def test_a_lone_request_takes_what_the_profile_says():
     assert result.token_gap_mean == pytest.approx(decode, rel=0.01)
 
 
-def test_the_second_of_two_equal_prompts_reuses_all_but_its_last_block():
+def test_the_second_of_two_equal_prompts_reuses_all_but_its_last_block() -> None:
     prompt = Run(0, 1600)
     result = simulate(workload(request(0, 0.0, prompt), request(1, 5.0, prompt)), Setup(num_workers=4))
     assert result.reuse == pytest.approx((1600 - 16) / 3200)
@@ -48,7 +48,7 @@ def test_the_second_of_two_equal_prompts_reuses_all_but_its_last_block():
     assert result.largest_share == 1.0
 
 
-def test_the_next_turn_finds_prompt_and_output_of_the_last_one():
+def test_the_next_turn_finds_prompt_and_output_of_the_last_one() -> None:
     first = request(0, 0.0, Run(0, 640), output=64)
     second = replace(
         request(1, 2.0, *first.prompt, first.output, Run(5 * 10**6, 40)), follows=0, session="chat"
@@ -59,7 +59,7 @@ def test_the_next_turn_finds_prompt_and_output_of_the_last_one():
     assert result.ideal_reuse == pytest.approx(result.reuse)
 
 
-def test_round_robin_gives_each_worker_its_turn_while_requests_wait():
+def test_round_robin_gives_each_worker_its_turn_while_requests_wait() -> None:
     """They wait for over a second: longer than a placer takes to reconsider."""
     burst = workload(
         *(
@@ -74,7 +74,7 @@ def test_round_robin_gives_each_worker_its_turn_while_requests_wait():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_every_request_of_every_workload_ends(name: str):
+def test_every_request_of_every_workload_ends(name: str) -> None:
     load = GENERATORS[name](1.5, 1.5, 7)
     slots = {"num_adapters": NUM_ADAPTERS, "max_loras": 4} if name == "adapters" else {}
     result = simulate(load, Setup(num_workers=3, num_routers=2, **slots))
@@ -82,7 +82,7 @@ def test_every_request_of_every_workload_ends(name: str):
     assert 0.0 <= result.reuse <= result.ideal_reuse + 1e-9
 
 
-def test_one_seed_is_one_result_and_another_is_not():
+def test_one_seed_is_one_result_and_another_is_not() -> None:
     results = [
         simulate(uniform_groups(30.0, 3.0, seed), Setup(num_workers=3, num_routers=2, seed=seed))
         for seed in (1, 1, 2)
@@ -90,7 +90,7 @@ def test_one_seed_is_one_result_and_another_is_not():
     assert results[0] == results[1] != results[2]
 
 
-def test_a_pool_that_is_too_small_for_all_groups_loses_reuse_and_no_request():
+def test_a_pool_that_is_too_small_for_all_groups_loses_reuse_and_no_request() -> None:
     load = shared_prefix(20.0, 6.0, 3, groups=40, system_tokens=2000, question_tokens=100, output_tokens=20)
     roomy = simulate(load, Setup(num_workers=2))
     tight = simulate(load, Setup(num_workers=2, profile=SMALL))
@@ -98,7 +98,7 @@ def test_a_pool_that_is_too_small_for_all_groups_loses_reuse_and_no_request():
     assert tight.num_requests == roomy.num_requests == len(load.requests)
 
 
-def test_the_ideal_is_what_brute_force_over_all_that_came_before_finds():
+def test_the_ideal_is_what_brute_force_over_all_that_came_before_finds() -> None:
     chance = Random(5)
     runs = [Tokens().run(48), Run(1000, 48), Run(2000, 48)]
     requests = [
@@ -121,7 +121,7 @@ def _common(left: list[int], right: list[int]) -> int:
     )
 
 
-def test_a_trace_that_was_written_comes_back_with_the_same_prefixes(tmp_path: Path):
+def test_a_trace_that_was_written_comes_back_with_the_same_prefixes(tmp_path: Path) -> None:
     load = shared_prefix(5.0, 10.0, 1, groups=4, system_tokens=600, question_tokens=100, output_tokens=9)
     write_trace(load, tmp_path / "trace.jsonl", block_tokens=100)
     read = read_trace(tmp_path / "trace.jsonl", block_tokens=100)
@@ -129,7 +129,7 @@ def test_a_trace_that_was_written_comes_back_with_the_same_prefixes(tmp_path: Pa
     assert ideal_reuse(read.requests, 4) == pytest.approx(ideal_reuse(load.requests, 4))
 
 
-def test_half_of_a_trace_at_double_speed(tmp_path: Path):
+def test_half_of_a_trace_at_double_speed(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 1000 * n, "input_length": 5, "output_length": 1, "hash_ids": [n]} for n in range(10)
     ]
@@ -139,42 +139,34 @@ def test_half_of_a_trace_at_double_speed(tmp_path: Path):
     assert [each.arrival_seconds for each in read.requests] == [0.0, 0.5, 1.0, 1.5, 2.0]
 
 
-def test_what_is_no_trace_is_refused_by_line(tmp_path: Path):
+WHOLE = "must be a whole number of tokens, not"
+MILLISECONDS = "timestamp must be milliseconds from 0 "
+
+
+def test_an_entry_that_cannot_be_is_named_by_its_line(tmp_path: Path) -> None:
+    good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "trace.jsonl"
-    path.write_text(
-        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 1}\n'
-    )
+    for change, told in (
+        ({"input_length": 0}, "input_length must be at least 1, not 0"),
+        ({"input_length": -5}, f"input_length {WHOLE} -5"),
+        ({"input_length": 1e3}, f"input_length {WHOLE} 1000.0"),
+        ({"input_length": 10**12}, "input_length 1000000000000 and output_length 1 are more than"),
+        ({"output_length": -1}, f"output_length {WHOLE} -1"),
+        ({"output_length": True}, f"output_length {WHOLE} True"),
+        ({"hash_ids": 3}, "hash_ids must be a list of whole numbers"),
+        ({"hash_ids": ["a"]}, "hash_ids must be a list of whole numbers"),
+        ({"timestamp": 1e12}, "arrives 1e.09 s after the start"),
+        *(({"timestamp": wrong}, MILLISECONDS) for wrong in (-1, float("nan"), 10**400, "0")),
+    ):
+        path.write_text(f"{json.dumps(good)}\n{json.dumps(good | change)}\n")
+        with pytest.raises(ValueError, match=rf"^trace\.jsonl, line 2: {told}"):
+            read_trace(path)
+    path.write_text(f'{json.dumps(good)}\n{{"timestamp": 1}}\n')
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 2"):
         read_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("input_length", 0, "input_length must be at least 1, not 0"),
-        ("input_length", -5, "input_length must be a whole number of tokens, not -5"),
-        ("input_length", 1e3, "input_length must be a whole number of tokens, not 1000.0"),
-        ("input_length", 10**12, "input_length 1000000000000 and output_length 1 are more than"),
-        ("output_length", -1, "output_length must be a whole number of tokens, not -1"),
-        ("output_length", True, "output_length must be a whole number of tokens, not True"),
-        ("hash_ids", 3, "hash_ids must be a list of whole numbers"),
-        ("hash_ids", ["a"], "hash_ids must be a list of whole numbers"),
-        ("timestamp", -1, "timestamp must be milliseconds from 0 "),
-        ("timestamp", float("nan"), "timestamp must be milliseconds from 0 "),
-        ("timestamp", 10**400, "timestamp must be milliseconds from 0 "),
-        ("timestamp", 1e12, "arrives 1e.09 s after the start"),
-        ("timestamp", "0", "timestamp must be milliseconds from 0 "),
-    ],
-)
-def test_an_entry_that_cannot_be_is_named_by_its_line(tmp_path: Path, name: str, value: object, told: str):
-    good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
-    path = tmp_path / "trace.jsonl"
-    path.write_text(f"{json.dumps(good)}\n{json.dumps({**good, name: value})}\n")
-    with pytest.raises(ValueError, match=rf"^trace\.jsonl, line 2: {told}"):
-        read_trace(path)
-
-
-def test_a_profile_from_a_file_is_checked(tmp_path: Path):
+def test_a_profile_from_a_file_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"name": "small", "num_layers": 16}')
     assert HardwareProfile.from_file(path).num_layers == 16
@@ -204,7 +196,7 @@ def test_a_profile_from_a_file_is_checked(tmp_path: Path):
     assert HardwareProfile.from_file(path).mixed_step_seconds is None
 
 
-def test_the_mock_engine_takes_the_published_times():
+def test_the_mock_engine_takes_the_published_times() -> None:
     setup = Setup(num_workers=1, profile=MockerProfile(speedup_ratio=1.0))
     result = simulate(workload(request(0, 0.0, Run(0, 1024), output=2)), setup)
     prefill = 4.209989e-07 * 1024**2 + 1.518344e-02 * 1024 + 16.50142
@@ -215,13 +207,13 @@ def test_the_mock_engine_takes_the_published_times():
     assert result.token_gap_mean * 1000 == pytest.approx(-25.74 * active**2 + 54.01 * active + 5.74, rel=1e-3)
 
 
-def test_arrivals_by_chance_come_at_their_rate():
+def test_arrivals_by_chance_come_at_their_rate() -> None:
     found = list(poisson(50.0, 100.0, Random(1)))
     assert found == sorted(found)
     assert 4700 < len(found) < 5300
 
 
-def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_earlier():
+def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_earlier() -> None:
     load = uniform_groups(20.0, 6.0, 1)
     setup = Setup(num_workers=3, slowness=(6.0,))
     known, uniform = (simulate(load, replace(setup, has_uniform_speeds=flag)) for flag in (False, True))
@@ -229,7 +221,7 @@ def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_
     assert known.ttft_p99 < uniform.ttft_p99
 
 
-def test_a_worker_that_joins_takes_part_from_then_on():
+def test_a_worker_that_joins_takes_part_from_then_on() -> None:
     load = uniform_groups(20.0, 4.0, 1)
     alone = simulate(load, Setup(num_workers=1))
     joined = simulate(load, Setup(num_workers=2, num_joiners=1, join_seconds=1.0))

@@ -146,9 +146,9 @@ def test_another_seed_is_another_vocabulary_of_the_same_plan() -> None:
 
 def test_arrivals_of_an_open_loop_come_at_the_rate_on_average() -> None:
     arrivals = plans.at_rate(50.0, 3)
-    times = [next(arrivals) for _ in range(20_000)]
+    times = [next(arrivals) for _ in range(5_000)]
     assert times == sorted(times)
-    assert times[-1] == pytest.approx(400, rel=0.05)
+    assert times[-1] == pytest.approx(100, rel=0.05)
 
 
 def test_the_longest_request_counts_its_output() -> None:
@@ -157,13 +157,11 @@ def test_the_longest_request_counts_its_output() -> None:
     assert plans.longest(Workload(name="empty", about="", requests=())) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "middle"), [("300", 300), ("200-400", 300), ("normal:300:50", 300), ("lognormal:300:0.5", 300)]
-)
-def test_lengths_are_drawn_round_their_middle(text: str, middle: int) -> None:
-    lengths, chance = parse_lengths(text), Random(1)
-    drawn = sorted(lengths.draw(chance) for _ in range(4001))
-    assert drawn[2000] == pytest.approx(middle, rel=0.05)
+def test_lengths_are_drawn_round_their_middle() -> None:
+    for text in ("300", "200-400", "normal:300:50", "lognormal:300:0.5"):
+        lengths, chance = parse_lengths(text), Random(1)
+        drawn = sorted(lengths.draw(chance) for _ in range(2001))
+        assert drawn[1000] == pytest.approx(300, rel=0.06)
 
 
 @given(st.sampled_from(["normal:1:1000", "lognormal:5:5", "normal:16777216:1e9"]), SEEDS)
@@ -171,26 +169,12 @@ def test_no_length_is_below_one_token_or_beyond_all_bounds(text: str, seed: int)
     assert 1 <= parse_lengths(text).draw(Random(seed)) <= MAX_TOKENS
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "0",
-        "-5",
-        "9-3",
-        "a",
-        "1-b",
-        "normal",
-        "normal:5",
-        "normal:x:1",
-        "normal:5:-1",
-        "zipf:5:1",
-        "1:2:3:4",
-    ],
-)
-def test_what_is_no_distribution_is_refused_and_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"lengths|must not be negative"):
-        parse_lengths(text)
+def test_what_is_no_distribution_is_refused_and_named() -> None:
+    for text in ("", "0", "-5", "9-3", "a", "1-b", "normal", "normal:5", "normal:x:1", "zipf:5:1", "1:2:3:4"):
+        with pytest.raises(ValueError, match="lengths"):
+            parse_lengths(text)
+    with pytest.raises(ValueError, match="must not be negative"):
+        parse_lengths("normal:5:-1")
 
 
 def test_a_request_that_follows_none_is_a_session_of_its_own() -> None:
