@@ -33,7 +33,7 @@ from bench.engine.peers.protocol import Course, Request, drive
 from bench.engine.plot import present
 from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
-from bench.engine.systems import System, Trial, our_systems, with_preload
+from bench.engine.systems import System, Trial, our_systems
 from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
 from bench.plots import draw
@@ -329,14 +329,6 @@ def test_systems_share_the_memory_of_a_gpu_and_leave_some_of_the_machine(
     check_memory(2 * GIB)
     with pytest.raises(RuntimeError, match=r"leave 1\.0 GiB"):
         check_memory(GIB)
-
-
-def test_an_allocator_is_preloaded_for_peers_that_take_one_and_never_for_ours() -> None:
-    ours = System(name="blockyard cpu", command=("x",), settings={}, is_ours=True)
-    vllm = System(name="vllm", command=("x",), settings={}, env={"LD_PRELOAD": "omp.so"})
-    openvino = System(name="openvino", command=("x",), settings={}, takes_preload=False)
-    loaded = [with_preload(system, ["malloc.so"]).env.get("LD_PRELOAD") for system in (ours, vllm, openvino)]
-    assert loaded == [None, "malloc.so:omp.so", None]
 
 
 def test_a_picture_names_ours_first_and_leaves_out_who_was_absent() -> None:

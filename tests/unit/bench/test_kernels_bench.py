@@ -22,7 +22,7 @@ from bench.kernels import expert_cases
 from bench.kernels.__main__ import PROOFS, make_bench, measure, row_of
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
 from bench.kernels.case import Bench, Case
-from bench.kernels.cases import FULL, Sizes, cases
+from bench.kernels.cases import Sizes, cases
 from bench.kernels.expert_cases import ExpertShape
 from bench.kernels.linear_cases import FORMS, linears, weight_bytes
 from bench.kernels.report import CASCADE_SHAPE, OTHERS_OVER_IT, PREFILL_SHAPE, floors_of, text_of
@@ -158,17 +158,6 @@ def test_every_form_of_a_weight_is_measured_in_turns(name: str) -> None:
         result = one.make()()
         assert isinstance(result, torch.Tensor)
         assert bool(result.isfinite().all())
-
-
-def test_the_full_shapes_are_those_of_the_reports() -> None:
-    assert set(FULL.models) == {"llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b"}
-    for sizes, bounds in (
-        (FULL.sequences, (1, 256)),
-        (FULL.contexts, (128, 32768)),
-        (FULL.prefills, (128, 32768)),
-    ):
-        assert (min(sizes), max(sizes)) == bounds
-    assert (64, 8192, 256) in FULL.shared
 
 
 def test_a_row_is_a_share_of_the_slower_of_two_limits() -> None:

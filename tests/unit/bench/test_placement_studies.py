@@ -1,6 +1,5 @@
 """The studies of placement: runs that are kept, floors beside rivals, eviction, agents' hints and several routers."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +7,15 @@ from statistics import fmean
 
 import pytest
 from blockyard.deploy.bench.workloads.mooncake import write_trace
-from blockyard.deploy.bench.workloads.requests import Run, Workload
 from blockyard.proto.index.contract import ApplyResult, Batch, Incarnation, WorkerId, WorkerRecord
 
 from bench.placement import hints
 from bench.placement.caches import requests_of
 from bench.placement.eviction import POLICIES, ideal, reuse
 from bench.placement.simulation.late_index import LateTwin
-from bench.placement.simulation.simulator import Result, Setup, simulate
-from bench.placement.simulation.study import Job, Load, Table, kept_file, run_jobs
-from bench.placement.simulation.workloads import GENERATORS, independent, tool_agents, uniform_groups
+from bench.placement.simulation.simulator import Result, Setup
+from bench.placement.simulation.study import Job, Load, Table
+from bench.placement.simulation.workloads import GENERATORS, tool_agents, uniform_groups
 from bench.placement.text import rival_floor
 
 LOAD = Load(workload="uniform-groups", rate=2, seconds=1, num_workers=2)
@@ -27,15 +25,6 @@ BLOCK = 64
 @pytest.fixture(scope="module")
 def result() -> Result:
     return Job(load=LOAD, setup=Setup()).run()
-
-
-def test_a_study_goes_on_with_the_results_that_it_kept(result: Result, tmp_path: Path) -> None:
-    jobs = [Job(load=LOAD, setup=Setup(seed=seed), tag="prefix") for seed in range(2)]
-    kept_file(tmp_path, jobs[0]).write_text(json.dumps(replace(result, reuse=0.25).as_dict()))
-    found = {job.setup.seed: one for job, one in run_jobs(jobs, processes=1, keep=tmp_path)}
-    assert found[0].reuse == 0.25
-    again = {job.setup.seed: one for job, one in run_jobs(jobs, processes=1, keep=tmp_path)}
-    assert again == found
 
 
 def test_seeds_have_parts_of_a_trace_without_overlap(tmp_path: Path) -> None:
@@ -115,30 +104,6 @@ def test_the_truth_pays_where_memory_is_short_and_changes_nothing_where_it_is_no
     short = [[hints.reuse(case, 2000, 120.0, seed) for seed in range(2)] for case in (none, exact)]
     assert fmean(short[1]) > fmean(short[0]) + 0.02
     assert hints.reuse(exact, 50_000, 60.0, 0) == hints.reuse(none, 50_000, 60.0, 0)
-
-
-def burst(rate: float) -> Workload:
-    """Make about 150 requests over 15 groups."""
-    return independent(
-        "burst", "15 groups", rate, 150 / rate, 3,
-        systems=(Run(0, 2000),) * 15, prompt_tokens=(40, 40), output_tokens=(4, 8),
-    )  # fmt: skip
-
-
-def outcome(rate: float, *, num_routers: int = 1, lag_seconds: float = 0.0) -> Result:
-    setup = Setup(num_workers=4, num_routers=num_routers, index_lag_seconds=lag_seconds, seed=3)
-    return simulate(burst(rate), setup)
-
-
-def test_eight_routers_with_an_index_that_is_late_reuse_what_one_does_in_a_burst() -> None:
-    """The index learns of a prefix only when it is computed, and by then the burst is over."""
-    one = outcome(150.0)
-    assert one.reuse >= 0.97 * one.ideal_reuse, one
-    for lag_seconds in (0.0, 5.0):
-        eight = outcome(150.0, num_routers=8, lag_seconds=lag_seconds)
-        assert eight.reuse >= 0.97 * one.reuse, (one, eight)
-        assert eight.ttft_mean <= 1.1 * one.ttft_mean, (one, eight)
-    assert outcome(30.0, lag_seconds=5.0).reuse >= 0.97 * outcome(30.0).reuse
 
 
 async def test_look_ups_see_a_batch_after_the_lag_and_not_before() -> None:

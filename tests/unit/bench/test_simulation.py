@@ -14,9 +14,6 @@ from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import INDEX_SECONDS, NETWORK_SECONDS, Setup, ideal_reuse, simulate
 from bench.placement.simulation.workloads import GENERATORS, NUM_ADAPTERS, shared_prefix, uniform_groups
 
-SMALL = HardwareProfile(max_model_len=4096, memory_bytes=23e9)
-"""A pool that evicts under a few dozen prompts."""
-
 
 def workload(*requests: PlannedRequest) -> Workload:
     return Workload(name="test", about="test", requests=requests)
@@ -84,18 +81,10 @@ def test_every_request_of_every_workload_ends(name: str) -> None:
 
 def test_one_seed_is_one_result_and_another_is_not() -> None:
     results = [
-        simulate(uniform_groups(30.0, 3.0, seed), Setup(num_workers=3, num_routers=2, seed=seed))
+        simulate(uniform_groups(20.0, 0.4, seed), Setup(num_workers=3, num_routers=2, seed=seed))
         for seed in (1, 1, 2)
     ]
     assert results[0] == results[1] != results[2]
-
-
-def test_a_pool_that_is_too_small_for_all_groups_loses_reuse_and_no_request() -> None:
-    load = shared_prefix(20.0, 6.0, 3, groups=40, system_tokens=2000, question_tokens=100, output_tokens=20)
-    roomy = simulate(load, Setup(num_workers=2))
-    tight = simulate(load, Setup(num_workers=2, profile=SMALL))
-    assert tight.reuse < 0.8 * roomy.reuse
-    assert tight.num_requests == roomy.num_requests == len(load.requests)
 
 
 def test_the_ideal_is_what_brute_force_over_all_that_came_before_finds() -> None:
@@ -211,36 +200,6 @@ def test_arrivals_by_chance_come_at_their_rate() -> None:
     found = list(poisson(50.0, 100.0, Random(1)))
     assert found == sorted(found)
     assert 4700 < len(found) < 5300
-
-
-def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_earlier() -> None:
-    load = uniform_groups(20.0, 6.0, 1)
-    setup = Setup(num_workers=3, slowness=(6.0,))
-    known, uniform = (simulate(load, replace(setup, has_uniform_speeds=flag)) for flag in (False, True))
-    assert known.ttft_mean < uniform.ttft_mean
-    assert known.ttft_p99 < uniform.ttft_p99
-
-
-def test_a_worker_that_joins_takes_part_from_then_on() -> None:
-    load = uniform_groups(20.0, 4.0, 1)
-    alone = simulate(load, Setup(num_workers=1))
-    joined = simulate(load, Setup(num_workers=2, num_joiners=1, join_seconds=1.0))
-    assert joined.largest_share < 0.9
-    assert joined.busy_max < alone.busy_max
-
-
-def test_a_prefill_worker_keeps_long_prompts_from_pausing_the_decodes_of_another() -> None:
-    streams = [request(number, 0.02 * number, Run(10_000 * number, 64), output=400) for number in range(32)]
-    prompts = [
-        request(32 + number, 1.0 + 0.5 * number, Run(10**8 + 20_000 * number, 16_000)) for number in range(4)
-    ]
-    load = workload(*streams, *prompts)
-    profile = HardwareProfile(host_cache_bytes=16 * 2.0**30, link_bytes_per_second=40e9)
-    setup = Setup(num_workers=2, profile=profile, pulls=True)
-    together, apart = simulate(load, setup), simulate(load, replace(setup, num_prefill_workers=1))
-    assert (together.num_splits, apart.num_splits) == (0, 4)
-    assert apart.pause_p50 < together.pause_p50 / 2
-    assert simulate(load, replace(setup, role="decode", num_prefill_workers=1)).num_splits == 4
 
 
 def test_an_idle_worker_pulls_the_prefix_of_a_busy_one_and_the_first_token_comes_sooner() -> None:
