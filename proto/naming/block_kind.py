@@ -5,8 +5,10 @@ Owns the comparison and its words. Workers make the kinds (worker/memory/block_k
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from blockyard.proto.v1.session_pb2 import Hello
+if TYPE_CHECKING:  # A bare machine with a GPU has no protobuf, and computes with kinds all the same.
+    from blockyard.proto.v1.session_pb2 import Hello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class BlockKind:
     """Words on what decides the values that a block holds for given tokens, down to their rounding."""
 
     @classmethod
-    def of(cls, hello: Hello) -> "BlockKind":
+    def of(cls, hello: "Hello") -> "BlockKind":
         return cls(layout=hello.kv_layout, arithmetic=hello.kv_arithmetic)
 
     @property
