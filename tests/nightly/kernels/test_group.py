@@ -62,7 +62,6 @@ class Ranks:
         return process.stdout.readline().strip()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_get_equal_bits_in_every_size_and_type(
     library: CpuLibrary, own: ExitStack, size: int
@@ -73,7 +72,6 @@ def test_all_ranks_get_equal_bits_in_every_size_and_type(
     assert len(digests) == 1
 
 
-@pytest.mark.ci
 def test_a_killed_rank_ends_all_others_as_soon_as_its_death_is_told(
     library: CpuLibrary, own: ExitStack
 ) -> None:

@@ -22,15 +22,23 @@ FLOATS = list(TOLERANCES)
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def on_each_backend(cases: Mapping[str, Any], *, interpreted: int | None = None) -> Callable[[Any], Any]:
-    """Parametrise `run` by a backend's name and a case. Triton's interpreter tries the first few unless by night."""
+def on_each_backend(
+    cases: Mapping[str, Any], *, usual: int | None = None, interpreted: int | None = None
+) -> Callable[[Any], Any]:
+    """Parametrise `run` by a backend's name and a case.
+
+    Unless by night or on a GPU, each backend tries the first `usual` cases, and Triton's interpreter `interpreted`.
+    """
+    usual = len(cases) if usual is None else usual
+    counts = {"torch": usual, "cpu": usual, "triton": usual if interpreted is None else interpreted}
     runs = [
         pytest.param((name, case), id=f"{name}-{key}")
-        for name in ("torch", "cpu", "triton")
-        for key, case in cases.items()
+        for is_usual in (True, False)
+        for name, count in counts.items()
+        for number, (key, case) in enumerate(cases.items())
+        if (number < count) == is_usual
     ]
-    is_short = interpreted is not None and DEVICE == CPU
-    quick = pytest.mark.quick_cases(len(runs) - len(cases) + (interpreted or 0) if is_short else len(runs))
+    quick = pytest.mark.quick_cases(min(sum(counts.values()), len(runs)) if DEVICE == CPU else len(runs))
     return lambda test: quick(pytest.mark.parametrize("run", runs)(test))
 
 

@@ -146,7 +146,7 @@ def poison(step: Step, plan: AttentionPlan) -> AttentionPlan:
     return replace(plan, block_table_RB=table_RB)
 
 
-@on_each_backend(CASES, interpreted=13)
+@on_each_backend(CASES, usual=13)
 def test_attention_is_the_references_and_reads_and_writes_nothing_else(
     backend_of: BackendOf, run: tuple[str, Case]
 ) -> None:

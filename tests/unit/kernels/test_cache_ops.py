@@ -73,7 +73,7 @@ def steps_between(read: torch.Tensor, heads_TKD: torch.Tensor, kv_dtype: torch.d
     return float(((read - wide).abs() / step).max())
 
 
-@on_each_backend(crossed(kv_dtype=STORED, dtype=FLOATS, num_kv_heads=[1, 3, 8]), interpreted=3)
+@on_each_backend(crossed(kv_dtype=STORED, dtype=FLOATS, num_kv_heads=[1, 3, 8]), usual=3)
 def test_each_head_lands_in_its_slot_as_near_as_its_numbers_allow(
     backend_of: BackendOf, run: tuple[str, dict[str, Any]]
 ) -> None:
@@ -115,7 +115,7 @@ PLACED = crossed(
 )
 
 
-@on_each_backend(PLACED, interpreted=6)
+@on_each_backend(PLACED, usual=6)
 def test_heads_are_placed_as_by_norm_rotation_and_write(
     backend_of: BackendOf, run: tuple[str, dict[str, Any]]
 ) -> None:

@@ -32,7 +32,7 @@ SHAPES = [(1, 64), (3, 100), (17, 128), (65, 16), (2, 1000)]
 
 
 @on_each_backend(
-    crossed(shape=SHAPES, dtype=FLOATS, weight=["as x", "fp32"], columns=["all", "part"]), interpreted=5
+    crossed(shape=SHAPES, dtype=FLOATS, weight=["as x", "fp32"], columns=["all", "part"]), usual=5
 )
 def test_norms_are_the_references(backend_of: BackendOf, run: Run) -> None:
     """The columns may be a part of wider rows, as queries are of a projection. A weight in fp32 rounds once."""
@@ -73,7 +73,7 @@ def test_scale_multiplies_in_place(backend: Backend) -> None:
         assert_near(x_TH, expected)
 
 
-@on_each_backend(crossed(heads=[(1, 1, 16), (14, 2, 64), (5, 5, 32)], dtype=FLOATS), interpreted=3)
+@on_each_backend(crossed(heads=[(1, 1, 16), (14, 2, 64), (5, 5, 32)], dtype=FLOATS), usual=3)
 def test_rotary_turns_halves_in_place(backend_of: BackendOf, run: Run) -> None:
     num_heads, num_kv_heads, head_dim = run[1]["heads"]
     fused = normal(9, num_heads + num_kv_heads, head_dim, dtype=run[1]["dtype"])
@@ -94,7 +94,7 @@ def test_rotary_leaves_the_angle_between_query_and_key_to_their_distance(backend
 
 
 @on_each_backend(
-    crossed(shape=[(1, 16), (3, 1000), (2, 1025)], dtype=FLOATS, op=["silu_mul", "gelu_mul"]), interpreted=3
+    crossed(shape=[(1, 16), (3, 1000), (2, 1025)], dtype=FLOATS, op=["silu_mul", "gelu_mul"]), usual=3
 )
 def test_activations_are_the_references(backend_of: BackendOf, run: Run) -> None:
     rows, width = run[1]["shape"]
@@ -106,7 +106,7 @@ def test_activations_are_the_references(backend_of: BackendOf, run: Run) -> None
 
 
 @on_each_backend(
-    crossed(shape=[(0, 48, False), (1, 512, True), (33, 512, False), (33, 48, True)], dtype=FLOATS)
+    crossed(shape=[(0, 48, False), (1, 512, True), (33, 512, False), (33, 48, True)], dtype=FLOATS), usual=4
 )
 def test_linear_is_x_times_weight_transposed_plus_bias(backend_of: BackendOf, run: Run) -> None:
     backend, (rows, width, has_bias), dtype = backend_of(run[0]), run[1]["shape"], run[1]["dtype"]

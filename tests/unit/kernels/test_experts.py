@@ -112,7 +112,9 @@ def test_int8_is_as_near_as_its_linears_are(cpu_backend: CpuBackend) -> None:
 
 
 @on_each_backend(
-    crossed(name=list(FORMS), num_tokens=[1, 33], dtype=[torch.float32, torch.bfloat16]), interpreted=2
+    crossed(name=list(FORMS), num_tokens=[1, 33], dtype=[torch.float32, torch.bfloat16]),
+    usual=8,
+    interpreted=2,
 )
 def test_quantised_experts_are_those_of_the_same_plain_numbers(
     backend_of: BackendOf, run: tuple[str, dict[str, Any]]

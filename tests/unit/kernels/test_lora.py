@@ -66,7 +66,7 @@ STEPS = [
 ]
 
 
-@on_each_backend(crossed(step=STEPS, dtype=FLOATS), interpreted=5)
+@on_each_backend(crossed(step=STEPS, dtype=FLOATS), usual=5)
 def test_each_token_gets_its_adapter(backend_of: BackendOf, run: tuple[str, dict[str, Any]]) -> None:
     (slot_of, num_inputs, widths), dtype = run[1]["step"], run[1]["dtype"]
     slots, x_TI = random_slots(num_inputs, widths, dtype), normal(len(slot_of), num_inputs, dtype=dtype)
