@@ -1,12 +1,9 @@
-"""Find the small changes that can be made to a module: each is a mutant.
-
-A mutant is a change of a few bytes of the source, so the rest of the file keeps its lines.
-"""
+"""Find the small changes that can be made to a module: each is a mutant."""
 
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -39,51 +36,41 @@ NOT_RUN = frozenset({"overload", "abstractmethod"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    file: str
-    """Path below the tree."""
-    function: str
-    """Qualified name, or empty for code of the module or of a class."""
-    operator: str
-    change: str
-    start: int
-    """First byte to replace."""
-    end: int
+    name: str
+    """File, function and change, without the line: so it keeps its name when other code changes."""
+    node: ast.expr | ast.stmt
     made: str
-    nth: int = 0
-    """Number of equal changes before it in the same function."""
+    """Code in the node's place."""
 
     @property
-    def name(self) -> str:
-        """Name it by what it does and not by its line, so that it keeps its name when other code changes."""
-        return f"{self.file} {self.function} {self.operator}: {self.change} #{self.nth}"
+    def file(self) -> str:
+        return self.name.partition(" ")[0]
 
-    def apply(self, source: bytes) -> bytes:
-        return source[: self.start] + self.made.encode() + source[self.end :]
+    @property
+    def function(self) -> str:
+        """File and qualified name; the name is empty for code of the module or of a class."""
+        return " ".join(self.name.split(" ")[:2])
 
 
 def mutants_of(tree: Path, file: Path) -> list[Mutant]:
     """Return every mutant of a module, in order of its source."""
-    source = file.read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
     found: list[Mutant] = []
     counts: Counter[str] = Counter()
-    for function, operator, node, made in _changes(ast.parse(source), ()):
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        mutant = Mutant(
-            file=str(file.relative_to(tree)),
-            function=function,
-            operator=operator,
-            change=f"{ast.unparse(node)} -> {made}",
-            start=start,
-            end=end,
-            made=made,
-        )
-        found.append(replace(mutant, nth=counts[mutant.name]))
-        counts[mutant.name] += 1
+    for function, operator, node, made in _changes(ast.parse(file.read_bytes()), ()):
+        change = f"{operator}: {ast.unparse(node)} -> {made}"
+        name = f"{file.relative_to(tree)} {function} {change}"
+        found.append(Mutant(name=f"{name} #{counts[name]}", node=node, made=made))
+        counts[name] += 1
     return found
+
+
+def replaced(source: bytes, node: ast.expr | ast.stmt, made: str) -> bytes:
+    """Return the source with other code in this node's place. All other lines stay as they are."""
+    lines = source.splitlines(keepends=True)
+    last = (node.end_lineno or 0) - 1
+    before = [*lines[: node.lineno - 1], lines[node.lineno - 1][: node.col_offset]]
+    after = [lines[last][node.end_col_offset :], *lines[last + 1 :]]
+    return b"".join([*before, made.encode(), *after])
 
 
 def _changes(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, str, ast.expr | ast.stmt, str]]:

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,31 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Tests to run on a tree that is changed for them."""
+    """Tests to run on a tree in which some files are others."""
 
-    subject: Any
+    name: str
     arguments: tuple[str, ...]
     seconds: float
     """Kill the run after this time."""
-    changed: Callable[[Path], Any]
-    """A context manager around the run, from the tree."""
+    texts: dict[Path, bytes]
+    row: int | None = None
+    """Run tests of this row of the fault matrix only."""
 
 
 class Recorder:
     """A pytest plugin that notes what each test reached, how long it took, and what failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: int | None) -> None:
+        self.row = row
+        self.num_passed = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.reached: dict[str, set[str]] = defaultdict(set)
         """By test, and by file for what its fixtures reached: they may serve other tests of the file too."""
         self.failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.row is not None:
+            items[:] = [i for i in items if any(mark.args[0] == self.row for mark in i.iter_markers("fault"))]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -62,6 +69,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
+        self.num_passed += report.when == "call" and report.passed
         if report.failed:
             self.failed.append(report.nodeid)
 
@@ -70,8 +78,8 @@ class Recorder:
             self.failed.append(report.nodeid)
 
     def answer(self) -> Answer:
-        reached = {test: sorted(names) for test, names in self.reached.items() if names}
-        return {"seconds": self.seconds, "reached": reached, "failed": self.failed}
+        reached = {test: sorted(names) for test, names in self.reached.items()}
+        return vars(self) | {"reached": reached}
 
 
 @contextmanager
@@ -107,37 +115,46 @@ def rewritten(texts: dict[Path, bytes]) -> Iterator[None]:
             os.utime(path, times=(time.time(), modified))
 
 
-def answers(jobs: Iterable[Job], trees: list[Path]) -> Iterator[tuple[Job, Answer]]:
+def answers(jobs: Iterable[Job], trees: list[Path], *options: str) -> Iterator[tuple[Job, Answer]]:
     """Run the jobs, one at a time on each tree, and yield them as they end. A job without an answer hung or died."""
     for library in LIBRARIES.split():
         with suppress(ImportError):
             importlib.import_module(library)
     waiting, free = iter(jobs), list(trees)
-    running: dict[int, tuple[Job, Path, Any, float]] = {}
-    while True:
-        while free and (job := next(waiting, None)) is not None:
-            tree = free.pop()
-            change = job.changed(tree)
-            change.__enter__()
-            running[_forked(tree, job)] = (job, tree, change, time.monotonic() + job.seconds)
-        if not running:
-            return
-        time.sleep(0.02)
-        for pid, (job, tree, change, deadline) in tuple(running.items()):
-            if time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)
-            if os.waitpid(pid, 0 if time.monotonic() > deadline else os.WNOHANG)[0]:
-                del running[pid]
-                free.append(tree)
-                change.__exit__(None, None, None)
-                with suppress(ProcessLookupError):  # What its tests left behind.
-                    os.killpg(pid, signal.SIGKILL)
-                file = tree / "answer.json"
-                log = (tree / "log.txt").read_text(errors="replace")[-2000:]
-                yield job, json.loads(file.read_text()) if file.exists() else {"log": log}
+    running: dict[int, tuple[Job, Path, ExitStack, float]] = {}
+    try:
+        while True:
+            while free and (job := next(waiting, None)) is not None:
+                tree, change = free.pop(), ExitStack()
+                change.enter_context(rewritten({tree / path: text for path, text in job.texts.items()}))
+                running[_forked(tree, job, options)] = (job, tree, change, time.monotonic() + job.seconds)
+            if not running:
+                return
+            time.sleep(0.02)
+            for pid, (job, tree, change, deadline) in tuple(running.items()):
+                is_late = time.monotonic() > deadline
+                if is_late or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    _end(pid)
+                    del running[pid]
+                    change.close()
+                    free.append(tree)
+                    file, log = tree / "answer.json", tree / "log.txt"
+                    is_there = file.exists() and not is_late
+                    yield job, json.loads(file.read_text()) if is_there else {"log": log.read_text()[-2000:]}
+    finally:
+        for pid, (_, _, change, _) in running.items():
+            _end(pid)
+            change.close()
 
 
-def _forked(tree: Path, job: Job) -> int:
+def _end(pid: int) -> None:
+    """Kill a run, and what its tests left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _forked(tree: Path, job: Job, options: tuple[str, ...]) -> int:
     (tree / "answer.json").unlink(missing_ok=True)
     sys.stdout.flush()
     if pid := os.fork():
@@ -157,8 +174,9 @@ def _forked(tree: Path, job: Job) -> int:
         # Random examples are the same for each mutant.
         os.environ.update(CI="1", PYTHONPATH=":".join(path))
         importlib.invalidate_caches()
-        recorder = Recorder()
-        pytest.main([*OPTIONS, "--basetemp", str(tree / ".scratch"), *job.arguments], plugins=[recorder])
+        recorder = Recorder(job.row)
+        scratch = str(tree / ".scratch")
+        pytest.main([*OPTIONS, "--basetemp", scratch, *job.arguments, *options], plugins=[recorder])
         (tree / "answer.part").write_text(json.dumps(recorder.answer()))
         (tree / "answer.part").rename(tree / "answer.json")
     finally:
