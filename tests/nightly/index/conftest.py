@@ -1,7 +1,44 @@
-"""The fixtures of tests/unit/index."""
+"""Every real Redis and Valkey for the index's tests, and several servers that share the prefixes."""
 
-from tests.unit.index.conftest import backend as backend
-from tests.unit.index.conftest import harness as harness
-from tests.unit.index.conftest import redis_harness as redis_harness
-from tests.unit.index.conftest import redis_process as redis_process
-from tests.unit.index.conftest import shards as shards
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.redis import connect
+
+from tests.redis_servers import each_server
+from tests.system.index.conftest import redis_harness as redis_harness
+from tests.unit.index.harness import IndexHarness
+
+from .sharded import ShardedHarness
+
+
+@pytest.fixture(scope="session", params=each_server())
+def redis_process(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisProcess]:
+    process = start_private_redis(tmp_path_factory.mktemp("redis"), executable=request.param)
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="session", params=[2, 3])
+def shards(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RedisProcess]]:
+    """Several servers that share the prefixes."""
+    processes = [start_private_redis(tmp_path_factory.mktemp("shard")) for _ in range(request.param)]
+    yield processes
+    for process in processes:
+        process.stop()
+
+
+@pytest.fixture
+async def sharded_harness(shards: list[RedisProcess]) -> AsyncIterator[IndexHarness]:
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(connect(process.url, timeout_seconds=5.0)) for process in shards
+        ]
+        yield ShardedHarness(clients, cluster=f"test-{uuid.uuid4().hex}")

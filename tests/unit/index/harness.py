@@ -4,7 +4,6 @@ stored entries.
 Redis has no clock to inject. Moving every stored instant back by n seconds has the same effect as n seconds passing.
 """
 
-from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -22,7 +21,6 @@ from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.index.twin import TwinPrefixIndex
 from redis.asyncio import Redis
 
-from .sharded import SplitIndex
 from .truth import ROOTS
 
 _MOVE_CLOCK = """
@@ -94,30 +92,6 @@ class RedisHarness:
 
     async def _value(self, reply: Any) -> Any:
         return await reply
-
-
-class ShardedHarness:
-    """Several servers. A part in `shards` is the whole of one."""
-
-    def __init__(self, clients: Sequence[Redis], *, cluster: str) -> None:
-        self.shards = [
-            RedisHarness(client, cluster=cluster, shard=shard) for shard, client in enumerate(clients)
-        ]
-        self.index = SplitIndex([shard.index for shard in self.shards], ROOTS)
-
-    async def advance(self, seconds: float) -> None:
-        for shard in self.shards:
-            await shard.advance(seconds)
-
-    async def flush(self) -> None:
-        for shard in self.shards:
-            await shard.flush()
-
-    async def num_entries(self) -> int:
-        return sum([await shard.num_entries() for shard in self.shards])
-
-    def limited(self, max_berths: int) -> PrefixIndex:
-        return SplitIndex([shard.limited(max_berths) for shard in self.shards], ROOTS)
 
 
 class UnreliableIndex:

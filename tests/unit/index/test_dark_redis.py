@@ -1,154 +1,25 @@
 """A Redis without memory, without a running lease, in Cluster mode or behind Sentinel: what the index makes of it."""
 
 import logging
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from blockyard.deploy.machine.redis_server import start_private_redis
 from blockyard.deploy.settings.setting import masked
 from blockyard.proto.index.contract import (
-    Batch,
     ErrorKind,
     Incarnation,
-    PrefixIndexError,
-    RenewResult,
     WorkerId,
 )
-from blockyard.proto.index.redis import check_url, connect, error_kind
+from blockyard.proto.index.redis import check_url, error_kind
 from blockyard.proto.index.redis_sentinel import parse_sentinel_url
-from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.dispatch import index_report
 from blockyard.router.dispatch.index_report import IndexWatch, Part, is_cut_off
-from blockyard.router.dispatch.prefix_lookup import (
-    BreakerState,
-    LookupResult,
-    PrefixLookup,
-    PrefixLookupConfig,
-)
-from blockyard.worker.indexing.publisher import IndexPublisher
-from blockyard.worker.indexing.report import index_message
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import ResponseError
 
-from tests.redis_servers import each_server
-
-from .harness import IndexHarness, RedisHarness, chain, record
-
 PASSWORD = "hunter2"
-
-
-@pytest.fixture(params=each_server())
-async def full(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RedisHarness]:
-    process = start_private_redis(tmp_path, executable=request.param)
-    try:
-        async with connect(process.url, timeout_seconds=5.0) as client:
-            yield RedisHarness(client, cluster="full")
-    finally:
-        process.stop()
-
-
-async def fill_memory(harness: RedisHarness) -> None:
-    await harness.client.config_set("maxmemory", 1)
-
-
-async def free_memory(harness: RedisHarness) -> None:
-    await harness.client.config_set("maxmemory", 0)
-
-
-async def test_where_memory_is_full_leases_go_on_and_blocks_leave(full: RedisHarness) -> None:
-    index = full.index
-    berth = await index.register(record("a"), lease_seconds=60)
-    await index.apply(berth, Batch(sequence=1, added=chain(8)))
-    await fill_memory(full)
-    assert await index.renew(berth, lease_seconds=60) is RenewResult.FULL
-    grows = Batch(sequence=2, removed=chain(8)[:3:-1], added=chain(9, "other"))
-    for _ in range(2):
-        with pytest.raises(PrefixIndexError) as caught:
-            await index.apply(berth, grows)
-        assert caught.value.kind is ErrorKind.FULL
-    assert [holder.depth for holder in await index.lookup(chain(8))] == [4], "what was removed is removed"
-    assert not await index.lookup(chain(9, "other"))
-    await free_memory(full)
-    await index.apply(berth, grows)
-    assert [holder.depth for holder in await index.lookup(chain(9, "other"))] == [9]
-    assert await index.renew(berth, lease_seconds=60, applied_sequence=2) is RenewResult.OK
-
-
-async def test_a_batch_that_takes_no_more_than_it_gives_back_passes_a_full_redis(full: RedisHarness) -> None:
-    index = full.index
-    berth = await index.register(record("a"), lease_seconds=60)
-    await index.apply(berth, Batch(sequence=1, added=chain(8)))
-    await fill_memory(full)
-    await index.apply(berth, Batch(sequence=2, removed=chain(8)[::-1], added=chain(8, "other")))
-    assert [holder.depth for holder in await index.lookup(chain(8, "other"))] == [8]
-
-
-async def test_a_full_redis_takes_registrations_and_is_purged(full: RedisHarness) -> None:
-    index = full.index
-    gone = await index.register(record("gone"), lease_seconds=60)
-    await index.apply(gone, Batch(sequence=1, added=chain(8)))
-    await fill_memory(full)
-    await index.retire(gone)
-    assert await index.register(record("new"), lease_seconds=60)
-    while (await index.purge(slice_buckets=4096)).active:
-        pass
-    assert await full.num_entries() == 0
-
-
-async def test_a_publisher_says_full_until_a_renewal_finds_memory(full: RedisHarness) -> None:
-    now = 0.0
-    publisher = IndexPublisher(full.index, record("a"), clock=lambda: now)
-    for _ in range(2):  # register, purge
-        await publisher._do_what_is_most_urgent()
-    assert not index_message(publisher.state()).cut_off
-    await fill_memory(full)
-    now = 2.0
-    await publisher._do_what_is_most_urgent()
-    message = index_message(publisher.state())
-    assert (message.cut_off, message.state) == (True, IndexState.INDEX_STATE_DEGRADED)
-    assert message.state_reason == "is refused by Redis, which is out of memory (maxmemory)"
-    await publisher._purge()
-    assert index_message(publisher.state()).cut_off, "a purge takes no memory, so its success tells nothing"
-    await free_memory(full)
-    now = 4.0
-    await publisher._do_what_is_most_urgent()
-    assert not index_message(publisher.state()).cut_off
-    await publisher.close()
-
-
-async def test_a_lookup_that_expects_workers_wants_a_running_lease(harness: IndexHarness) -> None:
-    async def kind() -> ErrorKind | None:
-        try:
-            assert not await harness.index.lookup(chain(3), expects_workers=True)
-        except PrefixIndexError as error:
-            return error.kind
-        return None
-
-    assert await kind() is ErrorKind.NO_LEASE, "nobody has registered"
-    berth = await harness.index.register(record("a"), lease_seconds=0.2)
-    assert await kind() is None, "the worker has published nothing"
-    await harness.advance(0.3)
-    assert await kind() is ErrorKind.NO_LEASE
-    assert not await harness.index.lookup(chain(3))
-    await harness.index.renew(berth, lease_seconds=60)
-    assert await kind() is None
-
-
-async def test_an_index_without_a_lease_is_unavailable_at_once_and_available_at_once(
-    redis_harness: RedisHarness,
-) -> None:
-    lookup = PrefixLookup(redis_harness.index, config=PrefixLookupConfig(timeout_seconds=5.0))
-    known = {WorkerId("a"): Incarnation("1")}
-    for _ in range(5):
-        assert await lookup.lookup(chain(3), known) == LookupResult(available=False)
-    assert (lookup.breaker_state(), lookup.errors) == (BreakerState.CLOSED, {ErrorKind.NO_LEASE: 5})
-    await redis_harness.index.register(record("a"), lease_seconds=60)
-    assert await lookup.lookup(chain(3), known) == LookupResult(available=True)
-    assert await lookup.lookup(chain(3), known, is_cut_off=True) == LookupResult(available=False)
-    assert (lookup.num_lookups, lookup.num_skipped) == (6, 1)
 
 
 def part(cut_off: bool | None) -> Part:

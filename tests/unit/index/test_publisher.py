@@ -5,13 +5,10 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path as FilePath
 from typing import Any, cast
 
 import pytest
-from blockyard.deploy.machine.redis_server import start_private_redis
 from blockyard.proto.index.contract import MAX_BATCH_NAMES, ErrorKind, PrefixIndex, PrefixIndexError
-from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.worker.indexing.net_difference import NetDifference, TieredDifference
 from blockyard.worker.indexing.publisher import IndexPublisher
@@ -53,14 +50,6 @@ async def until_quiet(publisher: IndexPublisher, deadline_seconds: float = 10.0)
             await asyncio.sleep(0.005)
             if publisher.state().berth is not None and not publisher.state().num_pending:
                 return
-
-
-async def until_answered(publisher: IndexPublisher, deadline_seconds: float = 10.0) -> None:
-    """After a restart each idle connection of the pool fails once, also one that a quiet publisher draws."""
-    deadline = time.monotonic() + deadline_seconds
-    while publisher.state().last_error is not None:
-        assert time.monotonic() < deadline, "the index never answered again"
-        await asyncio.sleep(0.005)
 
 
 async def until_index_equals(index: PrefixIndex, tiers: Tiers, deadline_seconds: float = 10.0) -> None:
@@ -194,32 +183,6 @@ async def test_a_flush_that_no_batch_follows_is_noticed_by_the_renewal() -> None
         twin.flush()
         await until_index_equals(twin, tiers)
         assert publisher.state().num_resyncs == 1
-
-
-async def test_redis_killed_and_back_empty_is_filled_again(tmp_path: FilePath) -> None:
-    process = start_private_redis(tmp_path)
-    chooser, tiers = random.Random(1), Tiers(has_host_cache=True)
-    try:
-        async with connect(process.url, timeout_seconds=0.3) as client:
-            index = RedisPrefixIndex(client, "restart")
-            async with running(index, has_host_cache=True) as publisher:
-                report(publisher, tiers, chooser.randrange(2**32))
-                await until_index_equals(index, tiers)
-                for _ in range(3):
-                    for _ in range(10):
-                        report(publisher, tiers, chooser.randrange(2**32))
-                        await asyncio.sleep(0.003)
-                    await asyncio.to_thread(process.stop)
-                    report(publisher, tiers, chooser.randrange(2**32))
-                    await asyncio.sleep(0.1)
-                    assert publisher.state().last_error is ErrorKind.CONNECTION
-                    process = await asyncio.to_thread(start_private_redis, tmp_path, port=process.port)
-                    await until_index_equals(index, tiers)
-                    await until_quiet(publisher)
-                    await until_answered(publisher)
-                assert publisher.state().num_resyncs >= 3
-    finally:
-        process.stop()
 
 
 async def test_a_long_cache_goes_out_in_batches_within_the_limit_and_the_lease_holds() -> None:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index.contract import Incarnation, PrefixIndex, PrefixIndexError, WorkerId
+from blockyard.proto.index.contract import (
+    Incarnation,
+    PrefixIndex,
+    PrefixIndexError,
+    WorkerId,
+)
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1.cluster_pb2 import IndexState
 from blockyard.router.dispatch.index_report import Part, index_condition
@@ -19,8 +24,8 @@ from blockyard.worker.indexing.publisher import IndexPublisher
 from blockyard.worker.indexing.report import index_message
 from redis.asyncio import Redis
 
-from .harness import chain, record
-from .truth import ALL_CHAINS, Tiers, brute_force, name_of
+from tests.unit.index.harness import chain, record
+from tests.unit.index.truth import ALL_CHAINS, Tiers, brute_force, name_of
 
 REBUILD_SECONDS = 5.0
 """From the moment that Redis answers again; tests allow ten times it."""

@@ -6,14 +6,9 @@ workers publish every Sth block.
 """
 
 import asyncio
-import uuid
 from typing import Any
 
-import pytest
-from blockyard.deploy.machine.redis_server import RedisProcess
 from blockyard.proto.index.contract import ApplyResult, Batch, Berth, RenewResult
-from blockyard.proto.index.redis import connect
-from blockyard.proto.index.shards import shard_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,14 +17,13 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from tests.properties import examples
 
-from .harness import IndexHarness, RedisHarness, ShardedHarness, TwinHarness, free_of, purge_all, record
+from .harness import IndexHarness, free_of, purge_all, record
 from .incarnations import WorkerIncarnation, known_to_index, rounded_down
-from .truth import ALL_CHAINS, ROOTS, Tiers, brute_force, name_of
+from .truth import ALL_CHAINS, Tiers, brute_force, name_of
 
 LEASE_SECONDS = 60.0
 
@@ -266,44 +260,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.info_counts_what_is_stored_and_who_lives()
 
 
-class TwinMachine(IndexMachine):
-    def make_harness(self) -> IndexHarness:
-        return TwinHarness()
-
-
-@pytest.fixture
-def redis_machine(redis_process: RedisProcess) -> type[IndexMachine]:
-    class RedisMachine(IndexMachine):
-        def make_harness(self) -> IndexHarness:
-            self.client = connect(redis_process.url, timeout_seconds=5.0)
-            return RedisHarness(self.client, cluster=f"property-{uuid.uuid4().hex}")
-
-        def teardown(self) -> None:
-            if hasattr(self, "client"):
-                self.run(self.client.aclose())
-            super().teardown()
-
-    return RedisMachine
-
-
-@pytest.fixture
-def sharded_machine(shards: list[RedisProcess]) -> type[IndexMachine]:
-    roots = {ROOTS[name_of(path)] for path in ALL_CHAINS}
-    assert len({shard_of(root, len(shards)) for root in roots}) > 1, "one server would have all chains"
-
-    class ShardedMachine(IndexMachine):
-        def make_harness(self) -> IndexHarness:
-            self.clients = [connect(process.url, timeout_seconds=5.0) for process in shards]
-            return ShardedHarness(self.clients, cluster=f"property-{uuid.uuid4().hex}")
-
-        def teardown(self) -> None:
-            for client in getattr(self, "clients", ()):
-                self.run(client.aclose())
-            super().teardown()
-
-    return ShardedMachine
-
-
 def budget(count: int) -> settings:
     return examples(
         count,
@@ -312,15 +268,3 @@ def budget(count: int) -> settings:
         suppress_health_check=list(HealthCheck),
         database=None,
     )
-
-
-def test_the_twin_equals_the_brute_force_through_any_history() -> None:
-    run_state_machine_as_test(TwinMachine, settings=budget(150))
-
-
-def test_redis_equals_the_brute_force_through_any_history(redis_machine: type[IndexMachine]) -> None:
-    run_state_machine_as_test(redis_machine, settings=budget(25))
-
-
-def test_shards_equal_the_brute_force_through_any_history(sharded_machine: type[IndexMachine]) -> None:
-    run_state_machine_as_test(sharded_machine, settings=budget(15))

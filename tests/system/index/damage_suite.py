@@ -2,30 +2,20 @@
 
 import asyncio
 import random
-import time
-from typing import Any
 
 import pytest
 from blockyard.proto.index.contract import (
-    ApplyResult,
     Batch,
     Berth,
-    ErrorKind,
     PrefixIndexError,
     RenewResult,
     SpotCheck,
 )
-from blockyard.proto.index.redis import error_kind
 from blockyard.proto.index.schema import bucket_of, pack_berths
-from blockyard.proto.index.twin import TwinPrefixIndex
-from blockyard.worker.indexing.net_difference import NetDifference
 from blockyard.worker.indexing.publisher import IndexPublisher
-from blockyard.worker.indexing.report import index_message
-from blockyard.worker.indexing.spot_checks import MAX_GONE, MAX_HELD, SpotChecks
 from blockyard.worker.indexing.state import PublisherConfig
-from redis.exceptions import ResponseError
 
-from .harness import IndexHarness, RedisHarness, chain, purge_all, record
+from tests.unit.index.harness import RedisHarness, chain, purge_all, record
 
 LEASE_SECONDS = 60.0
 QUICK = PublisherConfig(
@@ -41,41 +31,9 @@ QUICK = PublisherConfig(
 HELD = chain(300)
 
 
-async def renewed(harness: IndexHarness, berth: Berth, **names: tuple[bytes, ...]) -> RenewResult:
-    return await harness.index.renew(
-        berth, lease_seconds=LEASE_SECONDS, applied_sequence=1, check=SpotCheck(record=record("a"), **names)
-    )
-
-
-@pytest.mark.parametrize("has_host_cache", [False, True])
-async def test_a_check_agrees_with_what_was_told_and_with_nothing_else(
-    has_host_cache: bool, harness: IndexHarness
-) -> None:
-    names, others = chain(6), chain(2, "others")
-    berth = await harness.index.register(
-        record("a"), lease_seconds=LEASE_SECONDS, has_host_cache=has_host_cache
-    )
-    anywhere = names if has_host_cache else ()
-    batch = Batch(sequence=1, added=names[:4], anywhere_added=anywhere)
-    assert await harness.index.apply(berth, batch) is ApplyResult.OK
-    assert await renewed(harness, berth) is RenewResult.OK
-    assert (
-        await renewed(harness, berth, held=names[:4], gone=others, anywhere_held=anywhere) is RenewResult.OK
-    )
-    assert await renewed(harness, berth, held=names) is RenewResult.DAMAGED
-    assert await renewed(harness, berth, gone=names[3:]) is RenewResult.DAMAGED
-    wrong_anywhere = RenewResult.DAMAGED if has_host_cache else RenewResult.OK
-    assert await renewed(harness, berth, anywhere_held=others) is wrong_anywhere
-    assert await renewed(harness, berth, anywhere_gone=names) is wrong_anywhere
-
-
-async def test_a_check_that_fails_still_extends_the_lease(harness: IndexHarness) -> None:
-    berth = await harness.index.register(record("a"), lease_seconds=LEASE_SECONDS)
-    await harness.index.apply(berth, Batch(sequence=1, added=chain(2)))
-    await harness.advance(0.9 * LEASE_SECONDS)
-    assert await renewed(harness, berth, held=chain(3)) is RenewResult.DAMAGED
-    await harness.advance(0.9 * LEASE_SECONDS)
-    assert [holder.depth for holder in await harness.index.lookup(chain(3))] == [2]
+async def checked(harness: RedisHarness, berth: Berth) -> RenewResult:
+    check = SpotCheck(record=record("a"), held=HELD)
+    return await harness.index.renew(berth, lease_seconds=LEASE_SECONDS, applied_sequence=1, check=check)
 
 
 @pytest.mark.parametrize(
@@ -93,81 +51,15 @@ async def test_a_value_overwritten_is_damage(
 ) -> None:
     berth = await redis_harness.index.register(record("a"), lease_seconds=LEASE_SECONDS)
     await redis_harness.index.apply(berth, Batch(sequence=1, added=HELD))
-    assert await renewed(redis_harness, berth, held=HELD) is RenewResult.OK
+    assert await checked(redis_harness, berth) is RenewResult.OK
     await redis_harness.client.hset(redis_harness.prefix + key, field, value)
-    assert await renewed(redis_harness, berth, held=HELD) is RenewResult.DAMAGED
-
-
-def test_checks_go_round_all_that_the_index_was_told() -> None:
-    difference, checks = NetDifference(), SpotChecks()
-    difference.record(chain(2 * MAX_HELD + 50), ())
-    assert checks.take(difference) == ((), ()), "nothing is told yet"
-    checks.restart()
-    difference.take_added(2 * MAX_HELD)
-    asked = [checks.take(difference)[0] for _ in range(3)]
-    assert [name for names in asked for name in names] == list(chain(2 * MAX_HELD))
-    assert checks.take(difference)[0] == asked[0]
-
-
-def test_what_was_told_as_removed_is_asked_for_once_unless_it_came_back() -> None:
-    difference, checks, names = NetDifference(), SpotChecks(), chain(MAX_GONE + 2)
-    checks.removed(names)
-    difference.record(names[:1], ())
-    assert checks.take(difference) == ((), names[1:MAX_GONE])
-    assert checks.take(difference) == ((), names[MAX_GONE:])
-    assert checks.take(difference) == ((), ())
-
-
-class _ForgetfulIndex(TwinPrefixIndex):
-    """Confirms a batch and keeps only a part of it."""
-
-    def __init__(self, forgotten: str) -> None:
-        super().__init__(time.monotonic)
-        self.forgotten = forgotten
-
-    async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
-        names: dict[str, Any] = {part: getattr(batch, part) for part in ("added", "removed")}
-        if names.get(self.forgotten):
-            names[self.forgotten], self.forgotten = (), ""
-        return await super().apply(berth, Batch(sequence=batch.sequence, **names))
-
-
-@pytest.mark.parametrize("forgotten", ["added", "removed"])
-async def test_news_lost_behind_a_confirmed_batch_are_told_again(forgotten: str) -> None:
-    index = _ForgetfulIndex(forgotten)
-    publisher = IndexPublisher(index, record("a"), config=QUICK)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(publisher.run())
-        publisher.record(chain(9), ())
-        await until_told(publisher)
-        publisher.record((), tuple(reversed(chain(9)[5:])))
-        async with asyncio.timeout(10):
-            while [holder.depth for holder in await index.lookup(chain(9))] != [5]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert index_message(publisher.state()).damages == 1
-        await publisher.close()
+    assert await checked(redis_harness, berth) is RenewResult.DAMAGED
 
 
 async def until_told(publisher: IndexPublisher) -> None:
     async with asyncio.timeout(10):
         while publisher.state().berth is None or publisher.state().num_pending:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-
-async def test_damage_that_comes_again_and_again_is_not_answered_each_time() -> None:
-    index = TwinPrefixIndex(time.monotonic)
-    config = PublisherConfig(lease_seconds=0.06, damage_rest_seconds=60.0, resync_jitter_seconds=0.0)
-    publisher = IndexPublisher(index, record("a"), config=config)
-    publisher.record(chain(9), ())
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(publisher.run())
-        await until_told(publisher)
-        for _ in range(20):
-            for bucket in index._buckets:
-                bucket.clear()
-            await asyncio.sleep(0.02)
-        assert publisher.state().num_damages == 1
-        await publisher.close()
 
 
 FIXED_KEYS = ("leases", "state", "names", "identities", "free", "condemned", "berth:1", "berth:2")
@@ -316,35 +208,3 @@ async def test_where_a_key_was_of_another_type_everything_is_walked_over(redis_h
     await redis_harness.index.register(record("a"), lease_seconds=LEASE_SECONDS)
     await purge_all(redis_harness.index)
     assert not await client.exists(f"{prefix}b:fff")
-
-
-def test_a_wrong_type_has_a_kind_of_its_own() -> None:
-    text = "@user_script:8: WRONGTYPE Operation against a key holding the wrong kind of value"
-    assert error_kind(ResponseError(text)) is ErrorKind.DAMAGED
-
-
-async def test_a_clock_set_back_keeps_no_dead_worker_alive(harness: IndexHarness) -> None:
-    alive = await harness.index.register(record("alive"), lease_seconds=LEASE_SECONDS)
-    await harness.index.apply(alive, Batch(sequence=1, added=chain(3)))
-    dead = await harness.index.register(record("dead"), lease_seconds=LEASE_SECONDS)
-    await harness.index.apply(dead, Batch(sequence=1, added=chain(3)))
-    await harness.advance(-3600)
-    await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
-    await harness.advance(0.9 * LEASE_SECONDS)
-    await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
-    await harness.advance(0.2 * LEASE_SECONDS)
-    assert [holder.worker_id for holder in await harness.index.lookup(chain(3))] == ["alive"]
-    for _ in range(4):
-        await harness.advance(0.9 * LEASE_SECONDS)
-        await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
-    assert dead.number in {number for slice in await purge_all(harness.index) for number in slice.freed}
-
-
-async def test_a_clock_set_forward_costs_nobody_the_berth(harness: IndexHarness) -> None:
-    berth = await harness.index.register(record("a"), lease_seconds=LEASE_SECONDS)
-    await harness.index.apply(berth, Batch(sequence=1, added=chain(3)))
-    await harness.advance(3600)
-    assert all(not progress.freed for progress in await purge_all(harness.index))
-    assert await harness.index.renew(berth, lease_seconds=LEASE_SECONDS) is RenewResult.OK
-    assert all(not progress.freed for progress in await purge_all(harness.index))
-    assert [holder.depth for holder in await harness.index.lookup(chain(3))] == [3]

@@ -12,6 +12,7 @@ from blockyard.proto.index.contract import (
     Incarnation,
     PrefixIndexError,
     RenewResult,
+    SpotCheck,
     WorkerId,
 )
 
@@ -308,3 +309,85 @@ async def test_info_counts_names_once_and_berths_by_whether_they_live(harness: I
     purged = await harness.index.info()
     assert (purged.names, purged.live_berths, purged.dead_berths) == (5, 4, 0)
     assert purged.bytes < before.bytes
+
+
+async def renewed(harness: IndexHarness, berth: Berth, **names: tuple[bytes, ...]) -> RenewResult:
+    return await harness.index.renew(
+        berth, lease_seconds=LEASE_SECONDS, applied_sequence=1, check=SpotCheck(record=record("a"), **names)
+    )
+
+
+@pytest.mark.parametrize("has_host_cache", [False, True])
+async def test_a_check_agrees_with_what_was_told_and_with_nothing_else(
+    has_host_cache: bool, harness: IndexHarness
+) -> None:
+    names, others = chain(6), chain(2, "others")
+    berth = await harness.index.register(
+        record("a"), lease_seconds=LEASE_SECONDS, has_host_cache=has_host_cache
+    )
+    anywhere = names if has_host_cache else ()
+    batch = Batch(sequence=1, added=names[:4], anywhere_added=anywhere)
+    assert await harness.index.apply(berth, batch) is ApplyResult.OK
+    assert await renewed(harness, berth) is RenewResult.OK
+    assert (
+        await renewed(harness, berth, held=names[:4], gone=others, anywhere_held=anywhere) is RenewResult.OK
+    )
+    assert await renewed(harness, berth, held=names) is RenewResult.DAMAGED
+    assert await renewed(harness, berth, gone=names[3:]) is RenewResult.DAMAGED
+    wrong_anywhere = RenewResult.DAMAGED if has_host_cache else RenewResult.OK
+    assert await renewed(harness, berth, anywhere_held=others) is wrong_anywhere
+    assert await renewed(harness, berth, anywhere_gone=names) is wrong_anywhere
+
+
+async def test_a_check_that_fails_still_extends_the_lease(harness: IndexHarness) -> None:
+    berth = await harness.index.register(record("a"), lease_seconds=LEASE_SECONDS)
+    await harness.index.apply(berth, Batch(sequence=1, added=chain(2)))
+    await harness.advance(0.9 * LEASE_SECONDS)
+    assert await renewed(harness, berth, held=chain(3)) is RenewResult.DAMAGED
+    await harness.advance(0.9 * LEASE_SECONDS)
+    assert [holder.depth for holder in await harness.index.lookup(chain(3))] == [2]
+
+
+async def test_a_clock_set_back_keeps_no_dead_worker_alive(harness: IndexHarness) -> None:
+    alive = await harness.index.register(record("alive"), lease_seconds=LEASE_SECONDS)
+    await harness.index.apply(alive, Batch(sequence=1, added=chain(3)))
+    dead = await harness.index.register(record("dead"), lease_seconds=LEASE_SECONDS)
+    await harness.index.apply(dead, Batch(sequence=1, added=chain(3)))
+    await harness.advance(-3600)
+    await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
+    await harness.advance(0.9 * LEASE_SECONDS)
+    await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
+    await harness.advance(0.2 * LEASE_SECONDS)
+    assert [holder.worker_id for holder in await harness.index.lookup(chain(3))] == ["alive"]
+    for _ in range(4):
+        await harness.advance(0.9 * LEASE_SECONDS)
+        await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
+    assert dead.number in {number for slice in await purge_all(harness.index) for number in slice.freed}
+
+
+async def test_a_clock_set_forward_costs_nobody_the_berth(harness: IndexHarness) -> None:
+    berth = await harness.index.register(record("a"), lease_seconds=LEASE_SECONDS)
+    await harness.index.apply(berth, Batch(sequence=1, added=chain(3)))
+    await harness.advance(3600)
+    assert all(not progress.freed for progress in await purge_all(harness.index))
+    assert await harness.index.renew(berth, lease_seconds=LEASE_SECONDS) is RenewResult.OK
+    assert all(not progress.freed for progress in await purge_all(harness.index))
+    assert [holder.depth for holder in await harness.index.lookup(chain(3))] == [3]
+
+
+async def test_a_lookup_that_expects_workers_wants_a_running_lease(harness: IndexHarness) -> None:
+    async def kind() -> ErrorKind | None:
+        try:
+            assert not await harness.index.lookup(chain(3), expects_workers=True)
+        except PrefixIndexError as error:
+            return error.kind
+        return None
+
+    assert await kind() is ErrorKind.NO_LEASE, "nobody has registered"
+    berth = await harness.index.register(record("a"), lease_seconds=0.2)
+    assert await kind() is None, "the worker has published nothing"
+    await harness.advance(0.3)
+    assert await kind() is ErrorKind.NO_LEASE
+    assert not await harness.index.lookup(chain(3))
+    await harness.index.renew(berth, lease_seconds=60)
+    assert await kind() is None

@@ -12,16 +12,23 @@ from blockyard.proto.index.contract import (
     ApplyResult,
     Batch,
     ErrorKind,
+    Incarnation,
     PrefixIndexError,
+    WorkerId,
 )
 from blockyard.proto.index.erase import erase
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.schema import MAX_BISECTED_BLOCKS, bucket_of, key_prefix, pack_berths
+from blockyard.router.dispatch.prefix_lookup import (
+    BreakerState,
+    LookupResult,
+    PrefixLookup,
+    PrefixLookupConfig,
+)
 from redis.asyncio import Redis
 
 from tests.redis_servers import each_server
-
-from .harness import RedisHarness, chain, free_of, purge_all, record
+from tests.unit.index.harness import RedisHarness, chain, free_of, purge_all, record
 
 BLOCKS_A_CHAIN = 450
 MAX_BYTES_A_BLOCK = 40
@@ -288,3 +295,23 @@ async def test_an_erased_index_is_gone_and_those_of_other_models_stay(redis_harn
     assert await erase(client, cluster, model="a/b") == len(gone) > 200 / MAX_BATCH_NAMES
     assert await keys() == before - gone
     assert await erase(client, cluster, model="a/b") == 0
+
+
+async def test_a_worker_whose_second_lease_entry_vanished_is_unknown(redis_harness: RedisHarness) -> None:
+    berth = await redis_harness.index.register(record("a"), lease_seconds=60, has_host_cache=True)
+    await redis_harness.client.zrem(f"{redis_harness.prefix}leases", str(berth.anywhere))
+    assert await redis_harness.index.apply(berth, Batch(sequence=2)) is ApplyResult.UNKNOWN
+
+
+async def test_an_index_without_a_lease_is_unavailable_at_once_and_available_at_once(
+    redis_harness: RedisHarness,
+) -> None:
+    lookup = PrefixLookup(redis_harness.index, config=PrefixLookupConfig(timeout_seconds=5.0))
+    known = {WorkerId("a"): Incarnation("1")}
+    for _ in range(5):
+        assert await lookup.lookup(chain(3), known) == LookupResult(available=False)
+    assert (lookup.breaker_state(), lookup.errors) == (BreakerState.CLOSED, {ErrorKind.NO_LEASE: 5})
+    await redis_harness.index.register(record("a"), lease_seconds=60)
+    assert await lookup.lookup(chain(3), known) == LookupResult(available=True)
+    assert await lookup.lookup(chain(3), known, is_cut_off=True) == LookupResult(available=False)
+    assert (lookup.num_lookups, lookup.num_skipped) == (6, 1)

@@ -23,6 +23,10 @@ from blockyard.proto.index.contract import (
     WorkerRecord,
 )
 from blockyard.proto.index.shards import shard_of
+from redis.asyncio import Redis
+
+from tests.unit.index.harness import RedisHarness
+from tests.unit.index.truth import ROOTS
 
 Result = TypeVar("Result", ApplyResult, RenewResult)
 
@@ -147,3 +151,27 @@ def _worst(results: Sequence[Result], order: Sequence[Result]) -> Result:
     found = [result for result in order if result in results]
     assert found or len(set(results)) == 1
     return found[0] if found else results[0]
+
+
+class ShardedHarness:
+    """Several servers. A part in `shards` is the whole of one."""
+
+    def __init__(self, clients: Sequence[Redis], *, cluster: str) -> None:
+        self.shards = [
+            RedisHarness(client, cluster=cluster, shard=shard) for shard, client in enumerate(clients)
+        ]
+        self.index = SplitIndex([shard.index for shard in self.shards], ROOTS)
+
+    async def advance(self, seconds: float) -> None:
+        for shard in self.shards:
+            await shard.advance(seconds)
+
+    async def flush(self) -> None:
+        for shard in self.shards:
+            await shard.flush()
+
+    async def num_entries(self) -> int:
+        return sum([await shard.num_entries() for shard in self.shards])
+
+    def limited(self, max_berths: int) -> PrefixIndex:
+        return SplitIndex([shard.limited(max_berths) for shard in self.shards], ROOTS)
