@@ -21,8 +21,6 @@ from tests.unit.worker.checkpoints import make_checkpoint
 from .load import until, until_ready
 from .processes import MODEL, Processes, free_port, processes
 
-pytestmark = pytest.mark.cluster
-
 PROMPT = "".join(f"value_{line} = {line}\n" for line in range(12))
 NUM_TOKENS = 24
 WORKERS = ("w0", "w1", "tiny-0")

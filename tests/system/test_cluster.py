@@ -27,8 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .harness import Cluster, eventually, readme_commands
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
-
 BLOCK_TOKENS = 16
 READY = cluster_pb2.WORKER_STATE_READY
 HEAL_SECONDS = 30.0

@@ -17,8 +17,6 @@ from tests.unit.worker.checkpoints import make_checkpoint
 from .load import until, until_ready
 from .processes import DETERMINISTIC, MODEL, Processes, free_port, processes
 
-pytestmark = pytest.mark.cluster
-
 PROMPT = "def main():\n    " + "print('hello')\n    " * 12
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 

@@ -16,8 +16,6 @@ from blockyard.router.client import AsyncClient
 from tests.unit.security.certificates import Authority, unchecked
 from tests.unit.security.rig import CLUSTER_SECRET, SIMULATED, processes, until, until_ready
 
-pytestmark = [pytest.mark.cluster]
-
 
 def session(authority: Authority, name: str = "session", **facts: bool) -> SessionTls:
     pair = authority.pair(name, dns=SESSION_NAME, **facts)

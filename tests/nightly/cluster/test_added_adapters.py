@@ -15,8 +15,6 @@ from tests.system.test_adapters import NUM_TOKENS, PROMPT, expected
 from tests.unit.worker.adapters import make_adapter, merge
 from tests.unit.worker.checkpoints import make_checkpoint
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,12 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import pytest
 from blockyard.router.client import BlockyardError
 
 from tests.system.harness import UP, Cluster, Command, eventually, remembered_state
-
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
 WAIT_SECONDS = 120.0

@@ -19,8 +19,6 @@ from blockyard.router.client import Client, Completion
 
 from tests.system.harness import Cluster, eventually
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 NUM_STREAMS = 4
 WAIT_SECONDS = 60.0
 SYSTEM = (
@@ -154,7 +152,6 @@ def test_a_flush_empties_every_cache(cluster: Cluster) -> None:
         assert ask(client, QUESTIONS[0], max_tokens=2).finish.cached_tokens > 0
 
 
-@pytest.mark.slow
 def test_a_worker_that_was_taken_out_and_dies_stays_out_until_it_is_asked_for(cluster: Cluster) -> None:
     assert cluster.command.run("drain", "worker-1").returncode == 0
     assert eventually(lambda: cluster.command.place("worker-1")["phase"] == "draining", seconds=WAIT_SECONDS)
@@ -167,7 +164,6 @@ def test_a_worker_that_was_taken_out_and_dies_stays_out_until_it_is_asked_for(cl
         assert state_of(client, "worker-1")[0] == cluster_pb2.WORKER_STATE_READY
 
 
-@pytest.mark.slow
 def test_a_router_restarts_where_its_clients_look_for_it_and_loses_no_running_stream(
     cluster: Cluster,
 ) -> None:
@@ -196,7 +192,6 @@ def stream_tokens(client: Client, question: str, begun: threading.Event) -> tupl
     return tuple(tokens)
 
 
-@pytest.mark.slow
 def test_an_unknown_name_is_refused_before_anything_stops(cluster: Cluster) -> None:
     before = _started(cluster)
     result = cluster.command.run("restart", "worker-0", "worker-9")

@@ -22,8 +22,6 @@ from tests.system.processes import MODEL
 
 from .test_cluster_restarts import QUESTIONS, WAIT_SECONDS, ask, load
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 READY = cluster_pb2.WORKER_STATE_READY
 
 

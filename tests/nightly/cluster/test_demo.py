@@ -14,8 +14,6 @@ from blockyard.deploy.machine.state import HOME_VARIABLE
 
 from .test_interrupted_start import processes_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 DEMO_SECONDS = 280.0
 CHATS = [chat for group in DEMO_GROUPS for chat in chats_of(group)]
 STAGES = (

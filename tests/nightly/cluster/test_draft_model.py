@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.system.harness import Cluster, Command, eventually, remembered_state
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-num-seqs", "16")
 PROMPTS = ("def main():", "class Pool:\n    def __init__(self", "for block in")

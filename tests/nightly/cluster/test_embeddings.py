@@ -18,8 +18,6 @@ from tests.system.load import until, until_ready
 from tests.system.processes import MODEL, Processes, free_port, processes
 from tests.unit.worker.checkpoints import make_embedding_checkpoint, reference_embedding
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 WORKER = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", str(24 * 2**20))
 SMALL_STEPS = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 """A prompt of 300 tokens takes ten steps."""

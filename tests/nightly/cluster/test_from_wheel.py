@@ -22,7 +22,7 @@ import pytest
 from .test_interrupted_start import processes_of
 from .test_serve import DOWN_SECONDS, Served, until_it_serves
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.ray, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.timeout(2400)
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "proto", "kernels", "worker", "router", "deploy")

@@ -9,8 +9,6 @@ import pytest
 
 from tests.system.harness import UP, Command, eventually
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 
 def processes_of(home: Path) -> list[int]:
     """Return every process that inherited this test's BLOCKYARD_HOME, those of Ray and Redis among them."""
@@ -29,9 +27,9 @@ def processes_of(home: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("stage", "number"),
     [
-        pytest.param("starting Ray", signal.SIGHUP, marks=pytest.mark.slow),
+        ("starting Ray", signal.SIGHUP),
         ("loading the model", signal.SIGTERM),
-        pytest.param("loading the model", signal.SIGINT, marks=pytest.mark.slow),
+        ("loading the model", signal.SIGINT),
     ],
 )
 def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str, number: signal.Signals) -> None:

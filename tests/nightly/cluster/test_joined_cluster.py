@@ -17,8 +17,6 @@ from tests.system.harness import Command, eventually, remembered_state
 
 from .ray_nodes import operators_head
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 

@@ -26,8 +26,6 @@ from tests.system.harness import Cluster, Command, eventually, remembered_state
 
 from .test_joined_cluster import SIMULATED
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow_fault]
-
 HUNG_SECONDS = 8
 HEAL_SECONDS = 180.0
 TRUTH_SECONDS = 30.0

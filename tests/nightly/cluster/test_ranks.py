@@ -23,8 +23,6 @@ from tests.system.harness import Cluster, Command, eventually, remembered_state
 
 from .ray_nodes import operators_head, second_node
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 ENGINE = ("--model", "demo", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "9MiB")
 RANKS = ("--tensor-parallel-size", "2")

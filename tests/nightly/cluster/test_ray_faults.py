@@ -29,8 +29,6 @@ from tests.system.harness import Cluster, Command, eventually, remembered_state
 
 from .ray_nodes import documented_head
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow_fault]
-
 MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 READY = cluster_pb2.WORKER_STATE_READY
 NUM_STREAMS = 8

@@ -28,8 +28,6 @@ from tests.unit.security.certificates import Authority
 
 from .test_interrupted_start import processes_of
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 SIMULATED = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 SERVE_SECONDS = 240.0
 DOWN_SECONDS = 60.0

@@ -20,8 +20,6 @@ from tests.system.harness import Cluster, Command, eventually, remembered_state
 
 from .test_joined_cluster import SIMULATED
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow]
-
 NUM_ROUTERS = 2
 NUM_CONNECTIONS = 16
 """All connections go to the same one of two processes once in 32,768 runs."""

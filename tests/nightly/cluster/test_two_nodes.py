@@ -25,8 +25,6 @@ from tests.system.harness import Cluster, Command, eventually, remembered_state
 
 from .ray_nodes import operators_head, second_node
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-
 SIMULATED = (
     *("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB"),
     *("--simulated-step-seconds", "0.02", "--cpus-per-worker", "1"),
@@ -137,7 +135,6 @@ def other_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.slow
 def test_a_node_with_other_code_is_refused_and_with_shipped_code_it_serves(
     head: RayHead, other_copy: Path, tmp_path: Path
 ) -> None:
@@ -161,7 +158,6 @@ def test_a_node_with_other_code_is_refused_and_with_shipped_code_it_serves(
                 assert client.generate("def", max_tokens=8, ignore_eos=True).finish.completion_tokens == 8
 
 
-@pytest.mark.slow
 def test_a_node_with_other_code_that_joins_later_gets_no_worker(
     head: RayHead, other_copy: Path, tmp_path: Path
 ) -> None:

@@ -17,8 +17,6 @@ from tests.system.processes import SIMULATED, Process, Processes, free_port, pro
 
 from .invariants import blocks_are_free
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 NUM_LINES = 300
 STEP = ("--simulated-step-seconds", "0.01")
 ENDED = {"completed", "failed", "expired", "cancelled"}

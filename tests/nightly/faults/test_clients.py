@@ -27,8 +27,6 @@ from .invariants import (
 )
 from .rig import error_info, raw_inference, whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 FREE_SECONDS = 3.0
 """Bound, with the delays of a busy machine. Blocks are free within a step, 0.5 s at most."""
 PREFILL_RATE = 300
@@ -206,7 +204,6 @@ async def test_a_killed_client_gives_back_its_blocks(cluster: Processes, measure
 
 
 @pytest.mark.fault(6)
-@pytest.mark.slow_fault
 async def test_a_client_that_vanishes_is_noticed_by_keepalive(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
-
 ISOLATED = ("unshare", "--user", "--map-root-user", "--net")
 NEEDED = "ip link add b0 type bridge && ip link add a0 type veth peer name a1"
 START_SECONDS = 400.0
@@ -70,7 +68,6 @@ def measure(folder: Path, part: str, cuts: tuple[int, ...], *options: str) -> di
     }
 
 
-@pytest.mark.ci
 @pytest.mark.fault(87)
 @pytest.mark.timeout(600)
 def test_a_supervisor_that_was_cut_off_for_longer_than_a_hang_ends_nobody(
@@ -83,7 +80,6 @@ def test_a_supervisor_that_was_cut_off_for_longer_than_a_hang_ends_nobody(
     measured.update(measure(folder, "supervisor", (32,)))
 
 
-@pytest.mark.slow_fault
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "part",

@@ -15,8 +15,6 @@ from tests.system.processes import DETERMINISTIC, SIMULATED, Processes, processe
 from .invariants import Baseline, all_is_as_before, each_ended_once, pool_of, same_tokens
 from .rig import whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 MAX_REQUESTS = 50
 MAX_ALONE = MAX_REQUESTS - MAX_REQUESTS // 16
 """Requests that a single client may hold. The rest is kept for other clients."""
@@ -45,7 +43,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(10)
 async def test_of_a_burst_exactly_the_limit_is_let_in(cluster: Processes, measured: dict[str, Any]) -> None:
     async with whole(cluster) as client:
@@ -171,7 +168,6 @@ async def test_what_can_never_fit_is_told_at_once_and_holds_nobody_up(
 
 
 @pytest.mark.fault(13)
-@pytest.mark.slow_fault
 async def test_an_exhausted_pool_preempts_and_every_token_is_the_references(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:

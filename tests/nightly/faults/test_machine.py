@@ -24,8 +24,6 @@ from tests.system.processes import SIMULATED, Processes, processes
 from .invariants import Baseline, Usage, all_is_as_before, each_ended_once, same_tokens
 from .rig import whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 NUM_STREAMS = 8
 STEP = ("--simulated-step-seconds", "0.02")
 NUM_CONNECTIONS = 40
@@ -38,7 +36,6 @@ def cluster(tmp_path: Path) -> Iterator[Processes]:
         yield cluster
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(49)
 async def test_a_router_without_descriptors_keeps_its_streams_and_recovers(
     cluster: Processes, measured: dict[str, Any]
@@ -188,7 +185,6 @@ async def _states_while_it_jumps(clock: WallClock, client: AsyncClient) -> set[i
 
 
 @pytest.mark.fault(48)
-@pytest.mark.slow_fault
 async def test_a_wall_clock_that_jumps_changes_nothing(
     cluster: Processes, tmp_path: Path, measured: dict[str, Any]
 ) -> None:

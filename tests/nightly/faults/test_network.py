@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow_fault]
-
 ROW_SECONDS = 240.0
 ISOLATED = ("unshare", "--user", "--map-root-user", "--net")
 NEEDED = (

@@ -20,8 +20,6 @@ from tests.system.processes import DETERMINISTIC, MODEL, SIMULATED, Process, Pro
 from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .rig import raw_inference
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 MARKER_TOKEN = 3333
 NUM_STREAMS = 8
 

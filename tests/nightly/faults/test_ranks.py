@@ -17,8 +17,6 @@ from tests.system.processes import DETERMINISTIC, Process, Processes, processes
 from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .rig import busiest, cost, whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 RANKS = ("--tensor-parallel-size", "2")
 SWAPPING = ("--preempt", "swap", "--swap-space-gib", "0.05", "--max-preemptions", "1000")
 NUM_STREAMS = 8
@@ -135,7 +133,6 @@ async def test_a_killed_rank_ends_its_worker_at_once_and_its_streams_go_on_elsew
 
 
 @pytest.mark.fault(72)
-@pytest.mark.slow_fault
 async def test_a_rank_killed_while_blocks_are_swapped_costs_no_token(
     tmp_path: Path, measured: dict[str, Any]
 ) -> None:

@@ -9,13 +9,10 @@ import pytest
 from .recovery import recovers
 from .redis_rig import RedisCluster
 
-pytestmark = pytest.mark.cluster
-
 FROZEN_SECONDS = 5.0
 """Longer than it takes until the worker counts as lost."""
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(16)
 async def test_a_worker_that_was_killed_and_started_again_costs_nothing_for_long(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -26,7 +23,6 @@ async def test_a_worker_that_was_killed_and_started_again_costs_nothing_for_long
     )
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(20)
 async def test_a_worker_that_was_frozen_costs_nothing_once_it_is_back(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -41,7 +37,6 @@ async def test_a_worker_that_was_frozen_costs_nothing_once_it_is_back(
     )
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(35)
 async def test_a_redis_that_came_back_empty_costs_no_hits(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -50,7 +45,6 @@ async def test_a_redis_that_came_back_empty_costs_no_hits(
     await recovers(redis_cluster, measured, harm=redis.kill, heal=redis.start)
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(38)
 async def test_a_redis_that_was_flushed_costs_no_hits(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -61,7 +55,6 @@ async def test_a_redis_that_was_flushed_costs_no_hits(
     )
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(44)
 async def test_a_router_that_was_killed_finds_the_prefixes_again(
     redis_cluster: RedisCluster, measured: dict[str, Any]

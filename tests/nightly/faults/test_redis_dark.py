@@ -39,7 +39,6 @@ def own_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Redi
         yield cluster
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(57)
 async def test_a_full_redis_is_told_and_served_without(
     own_cluster: RedisCluster, measured: dict[str, Any]
@@ -105,7 +104,6 @@ def _until_answering(client: "redis_client.Redis") -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(58)
 async def test_cluster_mode_is_refused_and_who_starts_by_hand_serves_without(
     in_cluster_mode: str, measured: dict[str, Any], tmp_path: Path
@@ -151,7 +149,6 @@ ENDS: dict[str, Callable[[Watched], object]] = {
 }
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("end", ENDS)
 async def test_after_a_failover_by_sentinel_the_index_is_right_again(

@@ -78,11 +78,10 @@ def forge_records(cluster: RedisCluster) -> None:
 SLOW_LIES = (delete_buckets, change_types, forge_records)
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(42)
 @pytest.mark.parametrize(
     "lie",
-    [overwrite_values, *(pytest.param(lie, marks=pytest.mark.slow_fault) for lie in SLOW_LIES)],
+    [overwrite_values, *((lie) for lie in SLOW_LIES)],
     ids=lambda lie: lie.__name__,
 )
 async def test_what_nobody_told_costs_recomputing_and_is_told_anew(
@@ -104,7 +103,6 @@ async def test_what_nobody_told_costs_recomputing_and_is_told_anew(
         straight.delete(redis_cluster.prefix.replace(":v1:", ":v9:") + "state")
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(42)
 async def test_prefixes_promised_of_everybody_cost_no_request(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -121,7 +119,6 @@ async def test_prefixes_promised_of_everybody_cost_no_request(
     assert survived.index.stale_blocks > 0, "routers saw that the promises were not kept"
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(43)
 async def test_news_lost_and_doubled_on_the_way_leave_no_trace(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -210,7 +207,6 @@ def expel_rogues(cluster: RedisCluster) -> None:
         pipe.execute()
 
 
-@pytest.mark.ci
 @pytest.mark.fault(51)
 async def test_workers_that_an_attacker_introduces_get_no_connection(
     redis_cluster: RedisCluster, measured: dict[str, Any]

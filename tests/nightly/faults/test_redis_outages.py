@@ -13,7 +13,6 @@ from .redis_course import survives
 from .redis_rig import NUM_WORKERS, RedisCluster, num_errors
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(35)
 async def test_redis_killed_and_back_empty_is_told_everything_anew(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -24,7 +23,6 @@ async def test_redis_killed_and_back_empty_is_told_everything_anew(
     assert num_errors(survived.index) > 0
 
 
-@pytest.mark.ci
 @pytest.mark.fault(36)
 async def test_a_stopped_redis_holds_nobody_up(redis_cluster: RedisCluster, measured: dict[str, Any]) -> None:
     redis = redis_cluster.redis
@@ -38,14 +36,12 @@ async def test_a_stopped_redis_holds_nobody_up(redis_cluster: RedisCluster, meas
     assert survived.index.failed_lookups + survived.index.skipped_lookups > 0
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(36)
 async def test_a_paused_redis_holds_nobody_up(redis_cluster: RedisCluster, measured: dict[str, Any]) -> None:
     redis = redis_cluster.redis
     await survives(redis_cluster, measured, harm=lambda: redis.run("CLIENT", "PAUSE", 2500), hold_seconds=2.5)
 
 
-@pytest.mark.ci
 @pytest.mark.fault(37)
 async def test_a_redis_that_is_cut_off_silently_holds_nobody_up(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -54,7 +50,6 @@ async def test_a_redis_that_is_cut_off_silently_holds_nobody_up(
     await survives(redis_cluster, measured, harm=proxy.black_hole, heal=proxy.heal)
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(37)
 async def test_a_redis_that_refuses_connections_holds_nobody_up(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -63,7 +58,6 @@ async def test_a_redis_that_refuses_connections_holds_nobody_up(
     await survives(redis_cluster, measured, harm=proxy.refuse, heal=proxy.heal)
 
 
-@pytest.mark.ci
 @pytest.mark.fault(38)
 async def test_after_flushall_everything_is_told_anew(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -79,7 +73,6 @@ async def test_after_flushall_everything_is_told_anew(
     )
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(38)
 async def test_forgotten_scripts_are_loaded_again(
     redis_cluster: RedisCluster, measured: dict[str, Any]

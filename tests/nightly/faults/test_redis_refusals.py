@@ -26,7 +26,6 @@ DENIALS: dict[str, tuple[tuple[str, ...], bool]] = {
 """Changes to the cluster's user, and whether its clients must log in again."""
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(39)
 async def test_after_a_failover_to_a_stale_replica_what_it_missed_is_made_good(
     redis_cluster: RedisCluster, measured: dict[str, Any], tmp_path: Path
@@ -68,13 +67,12 @@ def _until_replicated(replica: RedisServer) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.ci
 @pytest.mark.fault(40)
 @pytest.mark.parametrize(
     "denial",
     [
         "user off",
-        *(pytest.param(name, marks=pytest.mark.slow_fault) for name in DENIALS if name != "user off"),
+        *((name) for name in DENIALS if name != "user off"),
     ],
 )
 async def test_a_redis_that_denies_is_counted_and_served_without(
@@ -99,7 +97,6 @@ async def test_a_redis_that_denies_is_counted_and_served_without(
     assert survived.index.failed_lookups > 0, "the router's own look-ups were refused too"
 
 
-@pytest.mark.ci
 @pytest.mark.fault(41)
 async def test_a_redis_20_ms_away_costs_one_round_trip_a_request(
     redis_cluster: RedisCluster, measured: dict[str, Any]

@@ -38,8 +38,6 @@ def two_servers(tmp_path: Path) -> Iterator[RedisCluster]:
         yield cluster
 
 
-@pytest.mark.ci
-@pytest.mark.alone  # A look-up that takes longer than its deadline counts as unanswered.
 @pytest.mark.fault(71)
 async def test_the_death_of_one_of_two_servers_darkens_its_prefixes_alone(
     two_servers: RedisCluster, measured: dict[str, Any]

@@ -18,7 +18,6 @@ from .redis_rig import DEGRADED, EXACT, REBUILD_SECONDS, WORKER_OPTIONS, RedisCl
 OTHER = "other"
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(35)
 async def test_who_starts_without_redis_serves_and_catches_up_and_two_clusters_share_one(
     redis_cluster: RedisCluster, measured: dict[str, Any]
@@ -51,7 +50,6 @@ async def test_who_starts_without_redis_serves_and_catches_up_and_two_clusters_s
     measured |= {"failed": 0, "recovery_seconds": took, "note": "away at the start of worker and router"}
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(36)
 async def test_two_minutes_without_redis_are_like_two_seconds(
     redis_cluster: RedisCluster, measured: dict[str, Any]

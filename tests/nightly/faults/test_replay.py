@@ -16,8 +16,6 @@ from tests.system.processes import DETERMINISTIC, Processes, processes
 from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .rig import cost, whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -17,8 +17,6 @@ from tests.system.processes import SIMULATED, Processes, processes
 from .invariants import Baseline, all_is_as_before, blocks_are_free, each_ended_once, same_tokens
 from .rig import is_serving, whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 NUM_STREAMS = 8
 LONG_PROMPT = "one two three " * 100
 STEP = ("--simulated-step-seconds", "0.02")

@@ -16,8 +16,6 @@ from tests.system.processes import SIMULATED, Process, Processes, processes
 from .invariants import Baseline, Usage, all_is_as_before, each_ended_once, same_tokens
 from .rig import raw_inference, whole
 
-pytestmark = pytest.mark.cluster
-
 STEP_SECONDS = 0.02
 SLOW_READER_SECONDS = 2.0
 CUT_SECONDS = 30.0
@@ -40,7 +38,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(9)
 async def test_a_client_that_stops_reading_is_cut_off_and_holds_nobody_up(
     cluster: Processes, measured: dict[str, Any]

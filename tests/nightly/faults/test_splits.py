@@ -19,8 +19,6 @@ from tests.system.processes import DETERMINISTIC, Process, Processes, free_port,
 from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .rig import whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 GAP_SECONDS = 10.0
 PATIENT = ("--suspect-seconds", "60", "--lost-seconds", "90")
 """A router that does not give up a worker that is frozen for a while."""
@@ -125,7 +123,6 @@ async def test_a_prefill_worker_frozen_before_the_pull_costs_no_more_than_the_es
     await _disturbed_between_the_workers(cluster, measured, signal.SIGSTOP)
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(78)
 async def test_a_prefill_worker_restarted_before_the_pull_has_nothing_to_lend(
     cluster: Processes, measured: dict[str, Any]

@@ -17,8 +17,6 @@ from tests.unit.worker.test_transfer import BLOCKS, Router
 
 from .transfer_rig import BLOCK_BYTES, KV_SHAPE, PREFIX_BYTES, tapped
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 OPTIONS = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(64 * BLOCK_BYTES))
 LENDING = ("--host-cache-gib", str(64 * BLOCK_BYTES / 2**30), "--lend-share", "0.5")
 SECONDS = 3.0

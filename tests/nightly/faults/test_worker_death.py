@@ -19,8 +19,6 @@ from tests.system.processes import SIMULATED, Process, Processes, processes
 from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .rig import busiest, cost, error_info, is_serving, raw_inference, victims, whole
 
-pytestmark = pytest.mark.cluster
-
 NUM_STREAMS, MANY_STREAMS = 12, 200
 NUM_TOKENS = 200
 """Tokens of each stream: four seconds, so that all of them still run when a worker dies."""
@@ -100,7 +98,6 @@ def no_more_memory(pid: int) -> Iterator[None]:
         group.rmdir()
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(28)
 async def test_a_worker_that_gets_no_memory_is_killed_and_its_streams_go_on(
     cluster: Processes, measured: dict[str, Any]
@@ -117,7 +114,6 @@ async def test_a_worker_that_gets_no_memory_is_killed_and_its_streams_go_on(
     await _go_on_without_the_busiest(cluster, measured, starve)
 
 
-@pytest.mark.ci
 @pytest.mark.fault(15)
 async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
     cluster: Processes, measured: dict[str, Any]
@@ -149,7 +145,6 @@ async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
         await all_is_as_before(cluster, baseline, client)
 
 
-@pytest.mark.ci
 @pytest.mark.fault(17)
 async def test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had(
     cluster: Processes, measured: dict[str, Any]
@@ -198,7 +193,6 @@ async def _has_holder(cluster: Processes, client: AsyncClient) -> bool:
     return len(running) == 1 and cluster.workers[running[0]].is_running
 
 
-@pytest.mark.ci
 @pytest.mark.fault(19)
 async def test_without_any_worker_requests_wait_and_all_recovers_by_itself(
     cluster: Processes, measured: dict[str, Any]
@@ -238,7 +232,6 @@ async def test_without_any_worker_requests_wait_and_all_recovers_by_itself(
         each_ended_once([*finished, refused])
 
 
-@pytest.mark.ci
 @pytest.mark.fault(26)
 async def test_a_request_that_kills_workers_is_tried_on_no_third(
     cluster: Processes, measured: dict[str, Any]

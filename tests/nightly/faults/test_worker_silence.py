@@ -20,8 +20,6 @@ from .chaos_proxy import ChaosProxy
 from .invariants import Baseline, all_is_as_before, blocks_are_free, each_ended_once, same_tokens
 from .rig import busiest, cost, victims, whole
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
-
 NUM_STREAMS, NUM_LATER = 12, 9
 STEP = ("--simulated-step-seconds", "0.02")
 LONG = 200
@@ -118,7 +116,6 @@ async def _is_exact(client: AsyncClient) -> bool:
     return (await client.index_info()).state == cluster_pb2.INDEX_STATE_EXACT
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(21)
 async def test_a_cut_moves_streams_and_the_worker_frees_what_it_ran(
     cluster: Processes, measured: dict[str, Any]
@@ -149,7 +146,6 @@ async def test_a_cut_moves_streams_and_the_worker_frees_what_it_ran(
         await all_is_as_before(cluster, baseline, rig.client)
 
 
-@pytest.mark.slow_fault
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("lost_way", ["upstream", "downstream"])
 async def test_a_link_that_loses_one_way_brings_each_token_once(
@@ -176,7 +172,6 @@ async def test_a_link_that_loses_one_way_brings_each_token_once(
 
 
 @pytest.mark.fault(22)
-@pytest.mark.slow_fault
 async def test_a_flapping_link_brings_each_token_once_without_a_storm(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
@@ -254,7 +249,6 @@ def _mean_seconds(finished: list[Any]) -> float:
 
 
 @pytest.mark.fault(24)
-@pytest.mark.slow_fault
 async def test_a_straggler_gets_less_and_is_not_taken_for_dead(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from blockyard.deploy.machine.redis_server import start_private_redis
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.naming.block_hash import chain as chain_names
@@ -96,7 +95,6 @@ async def until_names_are(index: RedisPrefixIndex, num_names: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.ci
 async def test_thousands_of_new_prefixes_leave_no_more_names_than_the_caches_hold(tmp_path: Path) -> None:
     async with private_index(tmp_path) as (client, index), asyncio.TaskGroup() as tasks:
         workers = [ChurningWorker(index, f"w{number}", number * 100_000) for number in range(2)]

@@ -50,7 +50,6 @@ async def fill(
         assert await index.apply(berth, batch) is ApplyResult.OK
 
 
-@pytest.mark.ci
 async def test_bytes_a_block_stay_under_the_floor_also_after_a_purge(tmp_path: Path) -> None:
     process = start_private_redis(tmp_path)
     try:
