@@ -1,26 +1,45 @@
-"""A real cluster: Redis, Ray, two workers on the demo checkpoint and a router.
+"""What the tests of the system share: one cluster on Ray, and one of plain processes without it.
 
-Each costs half a minute, so the modules test_cluster*.py share one. pytest runs them one after the other, and the last
-of them takes it down.
+Each test leaves them as it found them.
 """
 
 from collections.abc import Iterator
 
 import pytest
+from blockyard.deploy.lifecycle.cluster import leftovers
+from blockyard.deploy.machine.processes import session_members
 
-from .harness import UP, Cluster, Command, remembered_state
+from .harness import UP, Cluster, Command, remembered_state, running
+from .processes import SIMULATED, Processes, free_port, processes
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Start a cluster with room for four workers. It uses float32: tokens are compared with those of transformers and
-    of other batches."""
+    """Bring up Redis, Ray, two workers on the demo checkpoint and a router, with room for four workers. It uses
+    float32: tokens are compared with those of transformers and of other batches."""
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="trial")
-    result = command.run(*UP, "--cpus-per-worker", "0.5", "--dtype", "float32")
-    assert result.returncode == 0, result.stderr
-    remembered = remembered_state(command)
-    try:
-        yield Cluster(command=command, state=remembered)
-    finally:
-        if (command.home / "trial.json").exists():
-            command.run("down", "--drain", "0")
+    with running(command, *UP, "--cpus-per-worker", "0.5", "--dtype", "float32") as cluster:
+        yield cluster
+        before = remembered_state(command)
+        assert before.head is not None
+        assert len(session_members(before.head.session)) > 5
+        down = command.run("down")
+        assert down.returncode == 0, down.stderr
+        assert leftovers(before) == []
+        assert not command.home.exists()
+
+
+@pytest.fixture(scope="session")
+def http_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory, http_port: int) -> Iterator[Processes]:
+    """Start a private Redis, two simulated workers and a router with both APIs."""
+    step = ("--simulated-step-seconds", "0.02")
+    with processes(tmp_path_factory.mktemp("plain"), with_redis=True) as plain:
+        workers = [plain.add_worker(name, *SIMULATED, *step) for name in ("w0", "w1")]
+        options = ("--http-port", str(http_port), "--no-worker-seconds", "120")
+        plain.start(*workers, plain.add_router("r0", *options))
+        yield plain

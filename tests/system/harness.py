@@ -7,7 +7,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def remembered_state(command: Command) -> state.ClusterState:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(state.HOME_VARIABLE, str(command.home))
         return state.load(command.cluster)
+
+
+@contextmanager
+def running(command: Command, *arguments: str) -> Iterator[Cluster]:
+    """Bring a cluster up for the context, by these arguments of the command."""
+    result = command.run(*arguments)
+    assert result.returncode == 0, result.stderr
+    try:
+        yield Cluster(command=command, state=remembered_state(command))
+    finally:
+        if (command.home / f"{command.cluster}.json").exists():
+            command.run("down", "--drain", "0")
 
 
 def eventually(is_so: Callable[[], bool], *, seconds: float) -> bool:

@@ -1,12 +1,10 @@
-"""The whole path with real processes: what a user of a running cluster relies on.
+"""The whole path on Ray: what a user of a running cluster relies on."""
 
-The tests run in order: each leaves a cluster that serves.
-"""
-
+import asyncio
 import json
+import math
 import os
 import platform
-import re
 import signal
 import threading
 import urllib.request
@@ -19,12 +17,14 @@ import torch
 from blockyard.deploy.demo.prompts import DEMO_GROUPS, DemoGroup
 from blockyard.deploy.settings.options import model_path
 from blockyard.deploy.views.pool_map import cells_of_map
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.router.client import BlockyardError, Client, Completion, InvalidRequestError, NotFoundError
+from blockyard.router.client import BlockyardError, Client, Completion, InvalidRequestError
 from blockyard.router.client.results import completion
 from blockyard.worker.inspection.pool_map import block_cells
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .asking import QUESTIONS, WAIT_SECONDS, ask, load
 from .harness import Cluster, eventually, readme_commands
 
 BLOCK_TOKENS = 16
@@ -37,7 +37,7 @@ def chat(system_prompt: str, question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
 
 
-def test_greedy_tokens_equal_those_of_transformers(cluster: Cluster) -> None:
+def test_greedy_tokens_equal_those_of_transformers_and_a_stream_is_their_text(cluster: Cluster) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     model = AutoModelForCausalLM.from_pretrained(model_path("demo"), dtype=torch.float32)
     prompt = "def read_lines(path):\n"
@@ -48,21 +48,32 @@ def test_greedy_tokens_equal_those_of_transformers(cluster: Cluster) -> None:
         )
     gaps = [float(-torch.diff(scores[0].topk(2).values)) for scores in expected.scores]
     assert min(gaps) > 1e-3, "the two likeliest tokens are too close for this comparison to mean anything"
+    tokens = expected.sequences[0, token_ids.shape[1] :].tolist()
     with cluster.client() as client:
-        answer = client.generate(prompt, temperature=0.0, max_tokens=32)
-    assert list(answer.token_ids) == expected.sequences[0, token_ids.shape[1] :].tolist()
-
-
-def test_a_stream_is_its_tokens_text_and_says_how_it_ended(cluster: Cluster) -> None:
-    with cluster.client() as client:
-        deltas = list(client.stream("class Point:\n", max_tokens=24, seed=7, ignore_eos=True))
-        text = client.detokenize([token_id for delta in deltas for token_id in delta.token_ids])
-    assert "".join(delta.text for delta in deltas) == text
-    assert len(deltas) > 1
+        deltas = list(client.stream(prompt, temperature=0.0, max_tokens=32, seed=7))
+        assert [token_id for delta in deltas for token_id in delta.token_ids] == tokens
+        assert "".join(delta.text for delta in deltas) == client.detokenize(tokens)
     finish = deltas[-1].finish
     assert finish is not None
-    assert (finish.reason, finish.completion_tokens, finish.seed) == ("length", 24, 7)
+    assert (finish.reason, finish.completion_tokens, finish.seed) == ("length", 32, 7)
     assert finish.worker_id in ("worker-0", "worker-1")
+
+
+def test_an_answer_follows_its_schema_and_beams_come_best_first(cluster: Cluster) -> None:
+    schema = {"type": "object", "properties": {"name": {"enum": ["os", "sys"]}}, "required": ["name"]}
+    with cluster.client() as client:
+        described = client.generate("import ", json_schema=schema, max_tokens=200, seed=3, n=2)
+        assert all(json.loads(output.text)["name"] in ("os", "sys") for output in described.outputs)
+        beams = client.generate("def add(a, b):", n=3, beam_width=4, max_tokens=12)
+        scores = [output.finish.beam_score or 0.0 for output in beams.outputs]
+        assert (len(scores), scores) == (3, sorted(scores, reverse=True))
+        answer = client.generate("def add(a, b):", logprobs=2, temperature=0.0, max_tokens=12)
+        (output,) = answer.outputs
+        total = sum(entry.logprob for entry in output.logprobs)
+        assert output.finish.cumulative_logprob == pytest.approx(total, abs=1e-3)
+        assert (beams.outputs[0].finish.cumulative_logprob or -math.inf) >= total - 1e-3
+        with pytest.raises(InvalidRequestError, match="structured_output"):
+            client.generate("id: ", regex="(unclosed")
 
 
 @pytest.mark.parametrize("group", DEMO_GROUPS, ids=lambda group: str(group.name))
@@ -78,11 +89,6 @@ def test_a_group_lands_together_and_reuses_its_system_prompt(cluster: Cluster, g
     assert reused[0] == 0
     assert all(cached >= shared_tokens - 2 * BLOCK_TOKENS for cached in reused[1:])
     assert len({answer.finish.worker_id for answer in answers}) == 1
-
-
-def test_an_unknown_model_is_refused_with_its_code(cluster: Cluster) -> None:
-    with cluster.client() as client, pytest.raises(NotFoundError):
-        client.generate("def", model="gpt-17")
 
 
 def test_pools_conserve_blocks_and_every_view_of_them_agrees(cluster: Cluster) -> None:
@@ -137,33 +143,32 @@ def test_gauges_of_every_worker_appear_at_rays_metrics_port(cluster: Cluster) ->
     assert eventually(agree, seconds=GAUGES_SECONDS), gauges()
 
 
-def test_commands_show_the_cluster_and_no_secret(cluster: Cluster) -> None:
-    status, workers, blocks = (cluster.command.run(name) for name in ("status", "workers", "blocks"))
-    assert [result.returncode for result in (status, workers, blocks)] == [0, 0, 0]
-    assert "demo on 2 of 2 workers" in status.stdout
-    assert "router-0  serving" in status.stdout
-    assert workers.stdout.count("READY") == 2
-    assert "worker-1  384 blocks of 16 tokens" in blocks.stdout
-    said = "".join(result.stdout + result.stderr for result in (status, workers, blocks))
-    assert cluster.state.secret not in said
-    assert str(cluster.state.redis_url) not in said
-
-
-def test_looking_leaves_no_job_in_rays_list(cluster: Cluster) -> None:
-    looks = [
-        *(
-            ("status",),
-            ("workers",),
-            ("blocks",),
-            ("index",),
-            ("logs", "-n", "1"),
-            ("explain", "def main():"),
-        ),
-        *(("top", "--once", "--interval", "0.1"), ("open", "--no-browser")),
-    ]
+def test_each_command_answers_shows_no_secret_and_leaves_no_job_in_rays_list(cluster: Cluster) -> None:
+    """Run what the README types between `up` and `down`, and every look at the cluster."""
+    sampling = ("--temperature", "0", "--max-tokens", "12")
+    with cluster.client() as client:
+        expected = client.generate("import os\n", temperature=0.0, max_tokens=12)
     before = _jobs(cluster)
-    for arguments in looks:
-        assert cluster.command.run(*arguments).returncode == 0
+    looks = [
+        *readme_commands()[1:-1],
+        ("status",),
+        ("workers",),
+        ("blocks",),
+        ("index",),
+        ("logs", "-n", "1"),
+    ]
+    looks += [("explain", "def main():"), ("top", "--once", "--interval", "0.1"), ("open", "--no-browser")]
+    said = {arguments: cluster.command.run(*arguments) for arguments in looks}
+    for result in said.values():
+        assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
+        for secret in (cluster.state.secret, str(cluster.state.redis_url)):
+            assert secret not in result.stdout + result.stderr
+    assert "demo on 2 of 2 workers" in said["status",].stdout
+    assert "router-0  serving" in said["status",].stdout
+    assert said["workers",].stdout.count("READY") == 2
+    assert "worker-1  384 blocks of 16 tokens" in said["blocks",].stdout
+    assert cluster.command.run("generate", "-", *sampling, stdin="import os\n").stdout == expected.text + "\n"
+    assert cluster.command.run("chat", *sampling, stdin="Say x.\n").stdout.strip()
     assert len(before) >= 1, "`up` is a driver"
     assert _jobs(cluster) == before
 
@@ -176,65 +181,6 @@ def _jobs(cluster: Cluster) -> list[str]:
     )
     with urllib.request.urlopen(asked, timeout=10) as answer:
         return sorted(job["job_id"] for job in json.load(answer))
-
-
-def test_generate_and_chat_print_what_the_client_gets(cluster: Cluster) -> None:
-    sampling = ("--temperature", "0", "--max-tokens", "12")
-    with cluster.client() as client:
-        expected = client.generate("import os\n", temperature=0.0, max_tokens=12)
-        reply = client.generate(
-            messages=[{"role": "user", "content": "Say x."}], temperature=0.0, max_tokens=12
-        )
-    assert cluster.command.run("generate", "import os\n", *sampling).stdout == expected.text + "\n"
-    assert cluster.command.run("generate", "-", *sampling, stdin="import os\n").stdout == expected.text + "\n"
-    assert cluster.command.run("chat", *sampling, stdin="Say x.\n").stdout == reply.text + "\n"
-
-
-def test_what_the_readme_types_between_up_and_down_is_answered(cluster: Cluster) -> None:
-    between = readme_commands()[1:-1]  # the fixture runs the first, the last test the last
-    assert between
-    for arguments in between:
-        result = cluster.command.run(*arguments)
-        assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
-
-
-def test_structured_outputs_follow_their_schema_and_expression(cluster: Cluster) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["os", "sys"]}, "lines": {"type": "integer", "maximum": 999}},
-        "required": ["name", "lines"],
-        "additionalProperties": False,
-    }
-    with cluster.client() as client:
-        described = client.generate("import ", json_schema=schema, max_tokens=200, seed=3, n=2)
-        for output in described.outputs:
-            value = json.loads(output.text)
-            assert value["name"] in ("os", "sys")
-            assert isinstance(value["lines"], int)
-        assert re.fullmatch(
-            "[a-f]{3}-[0-9]+", client.generate("id: ", regex="[a-f]{3}-[0-9]{2,4}", seed=1).text
-        )
-        with pytest.raises(InvalidRequestError, match="structured_output"):
-            client.generate("id: ", regex="(unclosed")
-        with pytest.raises(InvalidRequestError, match="no token to choose"):
-            client.generate("id: ", regex="[a]{5}", allowed_token_ids=[300])
-
-
-def test_beams_come_best_first_and_log_probabilities_add_up(cluster: Cluster) -> None:
-    with cluster.client() as client:
-        beams = client.generate("def add(a, b):", n=3, beam_width=4, max_tokens=12)
-        scores = [output.finish.beam_score for output in beams.outputs]
-        assert len(scores) == 3
-        assert scores == sorted(scores, key=lambda score: -(score or 0.0))
-        answer = client.generate("def add(a, b):", logprobs=2, temperature=0.0, max_tokens=12)
-        (output,) = answer.outputs
-        assert [entry.rank for entry in output.logprobs] == [1] * len(output.token_ids)
-        assert all(len(entry.top) == 2 for entry in output.logprobs)
-        total = sum(entry.logprob for entry in output.logprobs)
-        assert output.finish.cumulative_logprob == pytest.approx(total, abs=1e-3)
-        best = beams.outputs[0].finish.cumulative_logprob
-        assert best is not None
-        assert best >= total - 1e-3
 
 
 def test_a_second_cluster_of_the_same_name_is_refused(cluster: Cluster) -> None:
@@ -322,3 +268,34 @@ def test_a_killed_supervisor_comes_back_and_adopts_everyone(cluster: Cluster) ->
         return now["supervisor_pid"] != before["supervisor_pid"] and serving == pids
 
     assert eventually(adopted, seconds=HEAL_SECONDS)
+
+
+def test_a_cluster_grows_and_shrinks_under_load_and_fails_nobody(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        expected = {question: ask(client, question).token_ids for question in QUESTIONS}
+    with load(cluster) as asking:
+        grown = cluster.command.json("scale", "3")
+        assert (grown["added"], grown["removed"]) == (["worker-2"], [])
+        assert ready(asking.client) == {"worker-0", "worker-1", "worker-2"}
+        before = len(asking.answers)
+        # A grace so short that some requests are moved, not only finished.
+        assert cluster.command.json("scale", "2", "--grace-seconds", "0.3")["removed"] == ["worker-2"]
+        assert eventually(lambda: len(asking.answers) >= before + len(QUESTIONS), seconds=WAIT_SECONDS)
+    assert all(answer.token_ids == expected[question] for question, answer in asking.answers)
+    assert sum(answer.finish.migrations for _, answer in asking.answers) == 0, "a drain counts as no death"
+    with cluster.client() as client:
+        assert eventually(lambda: len(client.list_workers()) == 2, seconds=WAIT_SECONDS)
+        assert ready(client) == {"worker-0", "worker-1"}
+    assert asyncio.run(indexed(cluster)) == ["worker-0", "worker-1"]
+
+
+def ready(client: Client) -> set[str]:
+    return {worker.worker_id for worker in client.list_workers() if worker.state == READY}
+
+
+async def indexed(cluster: Cluster) -> list[str]:
+    """Return the workers that the index takes for alive."""
+    assert cluster.state.router_redis_url is not None
+    async with connect(cluster.state.router_redis_url, timeout_seconds=5.0) as redis:
+        records = await RedisPrefixIndex(redis, cluster.state.cluster).directory()
+    return sorted(str(record.worker_id) for record in records)

@@ -8,10 +8,10 @@ import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
 from blockyard.router.client import InvalidRequestError, NotFoundError
 from redis import Redis
+from tests.system.test_adapters import NUM_TOKENS, PROMPT, expected
 
 from tests.system.harness import UP, Cluster, Command, remembered_state
 from tests.system.processes import MODEL
-from tests.system.test_adapters import NUM_TOKENS, PROMPT, expected
 from tests.unit.worker.adapters import make_adapter, merge
 from tests.unit.worker.checkpoints import make_checkpoint
 
