@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from blockyard.deploy.cli import main
 from blockyard.router.client import AsyncClient, Completion, InvalidRequestError, NotFoundError
 from click.testing import CliRunner
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.system.load import until, until_ready
+from tests.system.processes import MODEL, Processes, free_port, processes
 from tests.unit.worker.adapters import make_adapter, merge
 from tests.unit.worker.checkpoints import make_checkpoint
 
-from .load import until, until_ready
-from .processes import MODEL, Processes, free_port, processes
+from .rig import NUM_TOKENS, PROMPT, expected
 
-PROMPT = "".join(f"value_{line} = {line}\n" for line in range(12))
-NUM_TOKENS = 24
 WORKERS = ("w0", "w1", "tiny-0")
 
 
@@ -39,16 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_adapter(folder / "adapters" / name, folder / model, seed=seed)
         merge(folder / model, folder / "adapters" / name, folder / f"merged-{name}")
     return folder
-
-
-def expected(checkpoint: Path, count: int = NUM_TOKENS) -> list[int]:
-    """Return the greedy tokens of transformers."""
-    tokens = AutoTokenizer.from_pretrained(checkpoint)(PROMPT, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with torch.inference_mode():
-        output = model.generate(**tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-    found: list[int] = output[0, tokens["input_ids"].shape[1] :].tolist()
-    return found
 
 
 @pytest.fixture(scope="module")

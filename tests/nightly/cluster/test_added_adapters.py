@@ -8,12 +8,13 @@ import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
 from blockyard.router.client import InvalidRequestError, NotFoundError
 from redis import Redis
-from tests.system.test_adapters import NUM_TOKENS, PROMPT, expected
 
-from tests.system.harness import UP, Cluster, Command, remembered_state
+from tests.system.harness import UP, Cluster, Command, running
 from tests.system.processes import MODEL
 from tests.unit.worker.adapters import make_adapter, merge
 from tests.unit.worker.checkpoints import make_checkpoint
+
+from .rig import NUM_TOKENS, PROMPT, expected
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +41,13 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProc
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, folder: Path, redis_server: RedisProcess
 ) -> Iterator[Cluster]:
-    command = Command(home=tmp_path_factory.mktemp("home"), cluster="added")
     memory = ("--workers", "1", "--cpus-per-worker", "0.5", "--dtype", "float32")
     loras = ("--max-loras", "1", "--adapter-dir", str(folder / "adapters"))
+    command = Command(home=tmp_path_factory.mktemp("home"), cluster="added")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("BLOCKYARD_REDIS_URL", redis_server.url)
-        result = command.run(*UP, *memory, *loras)
-    assert result.returncode == 0, result.stderr
-    try:
-        yield Cluster(command=command, state=remembered_state(command))
-    finally:
-        command.run("down", "--drain", "0")
+        with running(command, *UP, *memory, *loras) as cluster:
+            yield cluster
 
 
 def logs(server: RedisProcess) -> list[bytes]:

@@ -14,7 +14,8 @@ from blockyard.router.client import BlockyardError
 
 from tests.system.harness import UP, Cluster, Command, eventually, remembered_state
 
-DEMO = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
+from .rig import CHECKPOINT
+
 WAIT_SECONDS = 120.0
 
 
@@ -76,7 +77,7 @@ def steady_load(cluster: Cluster) -> Iterator[list[bool]]:
 
 
 def test_changed_weights_stop_no_worker_unasked_and_are_served_by_each_way_out(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(DEMO, tmp_path / "tuned"))
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "tuned"))
     new = ("tuned-2-worker-0", "tuned-2-worker-1")
     command = Command(home=tmp_path / "home", cluster="files")
     arguments = [str(folder) if each == "demo" else each for each in UP]

@@ -12,7 +12,7 @@ from blockyard.deploy.demo.prompts import DEMO_GROUPS
 from blockyard.deploy.demo.traffic import chats_of
 from blockyard.deploy.machine.state import HOME_VARIABLE
 
-from .test_interrupted_start import processes_of
+from .rig import processes_of
 
 DEMO_SECONDS = 280.0
 CHATS = [chat for group in DEMO_GROUPS for chat in chats_of(group)]

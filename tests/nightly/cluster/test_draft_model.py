@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard import deploy
 from blockyard.worker.llm import LLM, SamplingParams
 from safetensors.torch import load_file, save_file
 
-from tests.system.harness import Cluster, Command, eventually, remembered_state
+from tests.system.harness import Cluster, Command, eventually, running
 
-CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
+from .rig import CHECKPOINT
+
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-num-seqs", "16")
 PROMPTS = ("def main():", "class Pool:\n    def __init__(self", "for block in")
 NUM_TOKENS = 200
@@ -52,13 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="drafts")
-    result = command.run(*up(model, CHECKPOINT))
-    assert result.returncode == 0, result.stderr
-    cluster = Cluster(command=command, state=remembered_state(command))
-    try:
+    with running(command, *up(model, CHECKPOINT)) as cluster:
         yield cluster
-    finally:
-        assert command.run("down", "--drain", "0").returncode == 0
 
 
 def metric(cluster: Cluster, name: str) -> float:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_interrupted_start import processes_of
-from .test_serve import DOWN_SECONDS, Served, until_it_serves
+from .rig import DOWN_SECONDS, Served, processes_of, until_it_serves
 
 pytestmark = pytest.mark.timeout(2400)
 

@@ -1,6 +1,5 @@
 """An interrupted `up` removes everything that it has started."""
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -9,19 +8,7 @@ import pytest
 
 from tests.system.harness import UP, Command, eventually
 
-
-def processes_of(home: Path) -> list[int]:
-    """Return every process that inherited this test's BLOCKYARD_HOME, those of Ray and Redis among them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if str(home).encode() in environment:
-                found.append(int(entry.name))
-    return found
+from .rig import processes_of
 
 
 @pytest.mark.parametrize(

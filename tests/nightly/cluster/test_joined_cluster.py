@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard import deploy
 from blockyard.deploy.machine.processes import ProcessIdentity, is_alive, session_members
 from blockyard.deploy.ray.head import RayHead
 from blockyard.router.client import Client
@@ -16,9 +15,7 @@ from blockyard.router.client import Client
 from tests.system.harness import Command, eventually, remembered_state
 
 from .ray_nodes import operators_head
-
-MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
-SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
+from .rig import CHECKPOINT, SIMULATED
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +152,9 @@ def test_a_cluster_whose_state_file_is_lost_is_found_ended_and_started_again(
     assert "`blockyard status --address HEAD:6379 --cluster lost`" in told.stderr
     scaled = other.run("scale", "2", *found)
     assert scaled.returncode == 0, scaled.stderr
-    assert other.run("model", "add", str(MODEL), "--name", "second", "--max-num-seqs", "7").returncode == 0
+    assert (
+        other.run("model", "add", str(CHECKPOINT), "--name", "second", "--max-num-seqs", "7").returncode == 0
+    )
     for command in (other, third, lost):
         assert {place["phase"] for place in command.json("status", *found)["places"]} == {"serving"}
         assert remembered_state(command).routers

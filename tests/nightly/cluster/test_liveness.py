@@ -22,9 +22,9 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from blockyard.router.client.errors import BlockyardError
 
-from tests.system.harness import Cluster, Command, eventually, remembered_state
+from tests.system.harness import Cluster, Command, eventually, running
 
-from .test_joined_cluster import SIMULATED
+from .rig import SIMULATED
 
 HUNG_SECONDS = 8
 HEAL_SECONDS = 180.0
@@ -52,15 +52,9 @@ READY = cluster_pb2.WORKER_STATE_READY
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start two workers, and two routers on one port."""
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="lively")
-    up = ("up", *SIMULATED, "--workers", "2", "--routers", "2", "--hung-seconds", str(HUNG_SECONDS))
-    result = command.run(*up)
-    assert result.returncode == 0, result.stderr
-    state = remembered_state(command)
-    try:
-        yield Cluster(command=command, state=state)
-    finally:
-        if (command.home / "lively.json").exists():
-            command.run("down", "--drain", "0")
+    two = ("--workers", "2", "--routers", "2", "--hung-seconds", str(HUNG_SECONDS))
+    with running(command, "up", *SIMULATED, *two) as cluster:
+        yield cluster
 
 
 @pytest.fixture(autouse=True)

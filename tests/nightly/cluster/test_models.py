@@ -12,10 +12,9 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, Delta
 from blockyard.worker.llm import LLM, SamplingParams
 
+from tests.system.load import until, until_ready
+from tests.system.processes import DETERMINISTIC, MODEL, Processes, free_port, processes
 from tests.unit.worker.checkpoints import make_checkpoint
-
-from .load import until, until_ready
-from .processes import DETERMINISTIC, MODEL, Processes, free_port, processes
 
 PROMPT = "def main():\n    " + "print('hello')\n    " * 12
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard import deploy
 from blockyard.router.client import Client
 from blockyard.worker.llm import LLM, SamplingParams
 
-from tests.system.harness import Cluster, Command, eventually, remembered_state
+from tests.system.harness import Cluster, Command, eventually, remembered_state, running
 
 from .ray_nodes import operators_head, second_node
+from .rig import CHECKPOINT
 
-CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 ENGINE = ("--model", "demo", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "9MiB")
 RANKS = ("--tensor-parallel-size", "2")
 PROMPTS = ("def main():", "class Pool:\n    def __init__(self", "for block in")
@@ -52,13 +51,8 @@ def alone() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="ranks")
-    result = command.run("up", *ENGINE, *RANKS, "--workers", "2", "--router-port", "0")
-    assert result.returncode == 0, result.stderr
-    cluster = Cluster(command=command, state=remembered_state(command))
-    try:
+    with running(command, "up", *ENGINE, *RANKS, "--workers", "2", "--router-port", "0") as cluster:
         yield cluster
-    finally:
-        assert command.run("down", "--drain", "0").returncode == 0
 
 
 def stream_tokens(client: Client, prompt: str, begun: threading.Barrier | None = None) -> list[int]:

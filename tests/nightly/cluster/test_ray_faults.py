@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard import deploy
 from blockyard.deploy.machine.processes import command_of, end_session, is_alive, session_members
 from blockyard.deploy.ray.head import RayHead, free_port, start_head
 from blockyard.deploy.ray.node_probe import RECONNECT_VARIABLE
@@ -25,11 +24,11 @@ from blockyard.router.client import Client
 from blockyard.router.client.errors import BlockyardError
 from blockyard.router.client.results import Completion, completion
 
-from tests.system.harness import Cluster, Command, eventually, remembered_state
+from tests.system.harness import Cluster, Command, eventually, remembered_state, running
 
 from .ray_nodes import documented_head
+from .rig import CHECKPOINT
 
-MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 READY = cluster_pb2.WORKER_STATE_READY
 NUM_STREAMS = 8
 NUM_TOKENS = 400
@@ -47,14 +46,10 @@ SHORT_SECONDS = 20
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two workers on a copy of the demo model, which a test may damage."""
     model = tmp_path / "model"
-    shutil.copytree(MODEL, model)
+    shutil.copytree(CHECKPOINT, model)
     command = Command(home=tmp_path / "home", cluster="faulty")
-    result = command.run("up", "--model", str(model), "--workers", "2", *SIMULATED)
-    assert result.returncode == 0, result.stderr
-    try:
-        yield Cluster(command=command, state=remembered_state(command))
-    finally:
-        command.run("down", "--drain", "0")
+    with running(command, "up", "--model", str(model), "--workers", "2", *SIMULATED) as cluster:
+        yield cluster
 
 
 def stream_once(
@@ -168,18 +163,8 @@ def test_a_joined_ray_whose_control_service_died_is_told_with_its_own_time_and_s
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(directory / "token"))
     address = f"127.0.0.1:{port}"
-    up = (
-        "up",
-        "--model",
-        "demo",
-        "--workers",
-        "2",
-        "--cpus-per-worker",
-        "0.5",
-        *SIMULATED,
-        "--address",
-        address,
-    )
+    two = ("--workers", "2", "--cpus-per-worker", "0.5")
+    up = ("up", "--model", "demo", *two, *SIMULATED, "--address", address)
     try:
         with documented_head(directory, port, **{RECONNECT_VARIABLE: str(SHORT_SECONDS)}) as head:
             started = command.run(*up)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -26,28 +25,13 @@ from blockyard.deploy.ray.head import DASHBOARD_PORT
 from tests.system.harness import Command, remembered_state
 from tests.unit.security.certificates import Authority
 
-from .test_interrupted_start import processes_of
+from .rig import DOWN_SECONDS, Served, processes_of, until_it_serves
 
 SIMULATED = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 SERVE_SECONDS = 240.0
-DOWN_SECONDS = 60.0
 CALL_SECONDS = 60.0
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
 SECURITY = Path(__file__).parents[3] / "SECURITY.md"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    process: subprocess.Popen[str]
-    told: str
-    """Output on stdout."""
-    errors: list[str] = field(default_factory=list)
-    """Output on stderr, once it has ended."""
-
-    def value(self, name: str) -> str:
-        """Return the value of a line such as `HTTP       http://...`."""
-        (found,) = re.findall(rf"^{name} +(\S+)$", self.told, re.MULTILINE)
-        return str(found)
 
 
 @contextmanager
@@ -66,18 +50,6 @@ def serving(command: Command, *arguments: str) -> Iterator[Served]:
     assert (process.returncode, processes_of(command.home)) == (0, [])
     assert f"cluster {command.cluster} is down: all of its processes have ended" in errors
     assert not command.home.exists() or list(command.home.iterdir()) == []
-
-
-def until_it_serves(process: "subprocess.Popen[str]") -> str:
-    """Return what `serve` prints until it serves. The start has deadlines of its own."""
-    assert process.stdout is not None
-    told = ""
-    for line in process.stdout:
-        told += line
-        if line.startswith("Ctrl-C"):
-            return told
-    assert process.stderr is not None
-    raise AssertionError(f"it ended: {told}{process.stderr.read()}")
 
 
 def test_serve_tells_that_a_worker_ended_at_sigterm_and_is_back_and_status_tells_when(tmp_path: Path) -> None:

@@ -11,31 +11,25 @@ from typing import Any
 
 import grpc
 import pytest
-from blockyard import deploy
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.router.client import Client
 
-from tests.system.harness import Cluster, Command, eventually, remembered_state
+from tests.system.harness import Cluster, Command, eventually, running
 
-from .test_joined_cluster import SIMULATED
+from .rig import CHECKPOINT, SIMULATED
 
 NUM_ROUTERS = 2
 NUM_CONNECTIONS = 16
 """All connections go to the same one of two processes once in 32,768 runs."""
 HEAL_SECONDS = 60.0
-MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="shared")
-    result = command.run("up", *SIMULATED, "--routers", str(NUM_ROUTERS))
-    assert result.returncode == 0, result.stderr
-    try:
-        yield Cluster(command=command, state=remembered_state(command))
-    finally:
-        command.run("down", "--drain", "0")
+    with running(command, "up", *SIMULATED, "--routers", str(NUM_ROUTERS)) as cluster:
+        yield cluster
 
 
 def router_places(cluster: Cluster) -> list[dict[str, Any]]:
@@ -105,7 +99,7 @@ def test_another_cluster_is_not_let_on_the_port(shared: Cluster) -> None:
     (address,) = shared.state.routers
     port = address.rpartition(":")[2]
     stranger = subprocess.run(
-        [sys.executable, "-m", "blockyard.router", "--model", str(MODEL), "--port", port],
+        [sys.executable, "-m", "blockyard.router", "--model", str(CHECKPOINT), "--port", port],
         capture_output=True,
         text=True,
         timeout=60,
