@@ -82,26 +82,3 @@ def test_its_drafts_are_accepted_and_change_no_token(cluster: Cluster, model: Pa
             lambda: metric(cluster, "accepted_tokens") == client.list_workers()[0].load.accepted_tokens,
             seconds=METRICS_SECONDS,
         )
-
-
-def test_a_draft_model_of_other_tokens_is_refused_at_the_start(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(CHECKPOINT, tmp_path / "other"))
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second, *_ = vocab
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    command = Command(home=tmp_path / "home", cluster="refused")
-
-    def told() -> str:
-        result = command.run(*up(model, other))
-        if result.returncode == 0:
-            command.run("down", "--drain", "0")
-        assert result.returncode != 0
-        return " ".join(result.stderr.split())
-
-    assert f"draft_model {other} has another tokenizer than the served model ({model})" in told()
-    (other / "model.safetensors").unlink()
-    assert f"--draft-model: {other} holds no model.safetensors" in told()
-    shutil.rmtree(other)
-    assert f"model '{other}' is no folder here" in told()

@@ -33,7 +33,7 @@ LEASES_SECONDS = 6.0
 """Longer than the leases of all workers."""
 
 
-@pytest.fixture(params=each_server(are_all_quick=False))
+@pytest.fixture(params=each_server())
 def own_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisCluster]:
     with redis_cluster_in(tmp_path, executable=request.param) as cluster:
         yield cluster
@@ -64,7 +64,7 @@ async def test_a_full_redis_is_told_and_served_without(
     )
 
 
-@pytest.fixture(params=each_server(are_all_quick=False))
+@pytest.fixture(params=each_server())
 def in_cluster_mode(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Yield the URL of a server with half of the slots, among them that of the prefix of the index's keys."""
     port = free_port()
@@ -131,7 +131,7 @@ async def test_cluster_mode_is_refused_and_who_starts_by_hand_serves_without(
     measured |= {"failed": 0, "recovery_seconds": took, "note": "`up` refuses it; told by who serves without"}
 
 
-@pytest.fixture(params=each_server(are_all_quick=False))
+@pytest.fixture(params=each_server())
 def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watched]:
     with sentinels_in(tmp_path, request.param) as watched:
         yield watched

@@ -1,18 +1,12 @@
 """Every real Redis and Valkey for the index's tests, and several servers that share the prefixes."""
 
-import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
 
 import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index.redis import connect
 
 from tests.redis_servers import each_server
 from tests.system.index.conftest import redis_harness as redis_harness
-from tests.unit.index.harness import IndexHarness
-
-from .sharded import ShardedHarness
 
 
 @pytest.fixture(scope="session", params=each_server())
@@ -33,12 +27,3 @@ def shards(
     yield processes
     for process in processes:
         process.stop()
-
-
-@pytest.fixture
-async def sharded_harness(shards: list[RedisProcess]) -> AsyncIterator[IndexHarness]:
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(connect(process.url, timeout_seconds=5.0)) for process in shards
-        ]
-        yield ShardedHarness(clients, cluster=f"test-{uuid.uuid4().hex}")

@@ -1,4 +1,4 @@
-"""Several servers that share the prefixes keep the contract together."""
+"""Several servers that share the prefixes, of which some are dark or in another order."""
 
 import contextlib
 import uuid
@@ -12,15 +12,8 @@ from blockyard.router.dispatch.prefix_lookup import (
     PrefixLookup,
 )
 
-from tests.unit.index.contract_suite import *  # noqa: F403
-from tests.unit.index.harness import IndexHarness, chain
-from tests.unit.index.host_tier_suite import *  # noqa: F403
+from tests.unit.index.harness import chain
 from tests.unit.index.sharded_traffic import KNOWN, PATIENT, TrueWorker, check_random_traffic, running
-
-
-@pytest.fixture
-def harness(sharded_harness: IndexHarness) -> IndexHarness:
-    return sharded_harness
 
 
 @pytest.mark.parametrize(("stride_blocks", "seed"), [(1, 1), (2, 2)])

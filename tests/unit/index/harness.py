@@ -1,4 +1,4 @@
-"""Drives RedisPrefixIndex, alone or on several servers, and TwinPrefixIndex alike: time travel, flush and a count of
+"""Drives RedisPrefixIndex and TwinPrefixIndex alike: time travel, flush and a count of
 stored entries.
 
 Redis has no clock to inject. Moving every stored instant back by n seconds has the same effect as n seconds passing.
@@ -20,8 +20,6 @@ from blockyard.proto.index.redis import RedisPrefixIndex
 from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.index.twin import TwinPrefixIndex
 from redis.asyncio import Redis
-
-from .truth import ROOTS
 
 _MOVE_CLOCK = """
 local prefix, milliseconds = KEYS[1], tonumber(ARGV[1])
@@ -127,9 +125,7 @@ def record(worker_id: str = "w0", incarnation: str = "1") -> WorkerRecord:
 
 def chain(length: int, label: str = "chain") -> tuple[bytes, ...]:
     """Block names, root first."""
-    names = tuple(sha256(f"{label}/{position}".encode()).digest()[:16] for position in range(length))
-    ROOTS.update((name, names[0]) for name in names)
-    return names
+    return tuple(sha256(f"{label}/{position}".encode()).digest()[:16] for position in range(length))
 
 
 async def purge_all(index: PrefixIndex) -> list[PurgeProgress]:

@@ -16,15 +16,9 @@ ALL_CHAINS: list[Path] = [
 ]
 
 
-ROOTS: dict[bytes, bytes] = {}
-"""The first name of each name's chain, for all names that the tests of the index have made."""
-
-
 @cache
 def name_of(path: Path) -> bytes:
-    name = sha256(f"path {path}".encode()).digest()[:16]
-    ROOTS[name] = name_of(path[:1]) if path[1:] else name
-    return name
+    return sha256(f"path {path}".encode()).digest()[:16]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -312,7 +312,7 @@ class HostileIndex(RuleBasedStateMachine):
         assert not any(task.done() for task in self.tasks)
 
 
-@pytest.fixture(scope="module", params=each_server(are_all_quick=False))
+@pytest.fixture(scope="module", params=each_server())
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RedisProcess]:

@@ -1,15 +1,24 @@
-"""LoRA adapters on real workers and routers: tokens equal those of merged weights, whatever is killed or restarted."""
+"""Two models and their LoRA adapters on real workers: tokens equal those of merged weights, whatever is killed."""
 
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.router.client import AsyncClient, Completion, InvalidRequestError, NotFoundError
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import (
+    AsyncClient,
+    BlockyardError,
+    Completion,
+    Delta,
+    InvalidRequestError,
+    NotFoundError,
+)
 from click.testing import CliRunner
 from openai import AsyncOpenAI
 
@@ -52,7 +61,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path, http_port: i
         tiny = ("--index-model", "tiny")
         workers.append(cluster.add_worker("tiny-0", *memory, *loras, *tiny, model=folder / "tiny"))
         further = ("--further-model", str(folder / "tiny"))
-        router = cluster.add_router("r0", "--http-port", str(http_port), *further, model=folder / "model")
+        http = ("--http-port", str(http_port), "--no-worker-seconds", "0.5")
+        router = cluster.add_router("r0", *http, *further, model=folder / "model")
         cluster.start(*workers, router)
         yield cluster
 
@@ -222,3 +232,50 @@ async def test_the_second_models_adapters_outlive_its_worker_and_the_router(
         await asyncio.to_thread(lora, cluster, "remove", "poem", "--model", "tiny")
         with pytest.raises(NotFoundError):
             await greedy(client, "poem")
+
+
+async def test_each_model_has_an_index_of_its_own(cluster: Processes) -> None:
+    assert cluster.redis is not None
+    async with (
+        AsyncClient(cluster.routers["r0"].address) as client,
+        connect(cluster.redis.url, timeout_seconds=5.0) as redis,
+    ):
+        for model, workers in (("", ["w0", "w1"]), ("tiny", ["tiny-0"])):
+            index = RedisPrefixIndex(redis, "default", model=model)
+            assert sorted(record.worker_id for record in await index.directory()) == workers
+            name = model or "demo"
+            worker = (await client.generate(PROMPT, model=name, max_tokens=1)).finish.worker_id
+
+            async def is_held(name: str = name, worker: str = worker) -> bool:
+                found = await client.lookup_prefix(PROMPT, model=name)
+                return worker in [holder.worker_id for holder in found.holders]
+
+            await until(is_held, f"{worker} holds the prompt of {name}")
+            info = await client.index_info(name)
+            assert info.state == cluster_pb2.INDEX_STATE_EXACT
+            assert sorted(one.worker_id for one in info.workers) == workers
+
+
+async def test_the_death_of_one_models_workers_is_not_noticed_by_the_other(cluster: Processes) -> None:
+    async with AsyncClient(cluster.routers["r0"].address, retries=0) as client:
+        await until_ready(client, *WORKERS)
+
+        async def ask(model: str) -> int:
+            return len((await client.generate(PROMPT, model=model, max_tokens=12, ignore_eos=True)).token_ids)
+
+        # Each has begun, and none can have ended: all run while the other model's worker dies.
+        streams = [client.stream(PROMPT, model="demo", max_tokens=48, ignore_eos=True) for _ in range(4)]
+        first = [await anext(stream) for stream in streams]
+        cluster.workers["tiny-0"].kill()
+
+        async def rest(stream: AsyncIterator[Delta]) -> int:
+            return sum([len(delta.token_ids) async for delta in stream])
+
+        numbers = await asyncio.gather(*map(rest, streams))
+        assert [len(one.token_ids) + more for one, more in zip(first, numbers, strict=True)] == [48] * 4
+        with pytest.raises(BlockyardError) as refused:
+            await ask("tiny")
+        assert refused.value.code.name == "UNAVAILABLE"
+        cluster.start(cluster.workers["tiny-0"])
+        await until_ready(client, *WORKERS)
+        assert await ask("tiny") == 12
