@@ -1,6 +1,6 @@
 """LoRA adapters over gRPC and HTTP: who may name one, what workers are told, and names of blocks. Workers are scripted.
 
-tests/system/test_adapters.py has real workers.
+tests/nightly/cluster/test_two_models.py has real workers.
 """
 
 import asyncio
