@@ -1,4 +1,4 @@
-"""What the tests of the system share: one cluster on Ray, and one of plain processes without it.
+"""One cluster on Ray, and one of plain processes without it, which the tests of a session share.
 
 Each test leaves them as it found them.
 """

@@ -1,4 +1,4 @@
-"""What several modules share: processes of a test, tokens of streams, and `serve` in the foreground."""
+"""Helpers of several modules: the processes of a test, expected tokens, and `serve` in the foreground."""
 
 import os
 import re

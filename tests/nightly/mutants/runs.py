@@ -50,7 +50,7 @@ class Recorder:
         self.num_passed = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.reached: dict[str, set[str]] = defaultdict(set)
-        """By test, and by file for what its fixtures reached: they may serve other tests of the file too."""
+        """Functions by test, and by file for what its fixtures reached: they may serve other tests of the file too."""
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
