@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.snapshots import OPTION as UPDATE_SNAPSHOTS
+from tests.snapshots import snapshot as snapshot
+
 EVERY_CASE = "--every-case"
 if find_spec("hypothesis"):  # A bare machine with a GPU runs the kernels' tests without it.
     from hypothesis import settings
@@ -44,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every combination of parameters, and five times the random examples",
     )
+    parser.addoption(UPDATE_SNAPSHOTS, action="store_true", help="write the stored texts of snapshots anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
