@@ -215,7 +215,8 @@ def test_a_private_redis_is_refused_where_workers_would_be_on_other_machines() -
         (
             {
                 "engine": replace(DEMO, host_cache_gib=1.0),
-                "num_workers": 2, "num_prefill_workers": 2,
+                "num_workers": 2,
+                "num_prefill_workers": 2,
             },
             (4.0,),
             0.0,
@@ -283,7 +284,8 @@ def test_by_default_all_gpus_are_shared_out_among_workers_of_several() -> None:
         (
             {
                 "engine": replace(DEMO, host_cache_gib=1.0),
-                "num_prefill_workers": 1, "no_pull": True,
+                "num_prefill_workers": 1,
+                "no_pull": True,
             },
             "--no-pull",
         ),
