@@ -57,10 +57,10 @@ FAULTS: dict[str, list[tuple[str, Change, str]]] = {
         ("router/client/aio.py", adds("\n\nPLANTED = 1\n"), "sync.py is out of date")
     ],
     "python -m supply_chain.sbom --check": [
-        ("requirements.lock", pins("3.9.0"), "sbom.cdx.json is out of date"),
+        ("requirements.lock", pins("3.9.0"), "sbom.cdx.json is out of date")
     ],
     "python -m supply_chain.advisories": [
-        ("requirements.lock", pins("3.9.0"), r"(GHSA|CVE)-\S+: .*aiohttp.*3\.9\.0"),
+        ("requirements.lock", pins("3.9.0"), r"(GHSA|CVE)-\S+: .*aiohttp.*3\.9\.0")
     ],
     "mkdocs build": [
         ("docs/glossary.md", adds("\n[planted](gateway.md#planted)\n"), "anchor '#planted'"),

@@ -19,12 +19,7 @@ from tests.system.processes import processes as processes
 LOOK_SECONDS = 0.5
 """Between two points of the charts, so that no test waits for ten seconds."""
 ANNOUNCEMENT = Announcement(
-    cluster="default",
-    model="demo",
-    uses_tls=False,
-    wants_certificate=False,
-    wants_token=False,
-    replicas=(),
+    cluster="default", model="demo", uses_tls=False, wants_certificate=False, wants_token=False, replicas=()
 )
 
 

@@ -53,11 +53,7 @@ def test_pulls_of_all_routers_are_listed_newest_first_and_a_silent_router_is_nam
     pull = cluster_pb2.RecentPull
     first = [pull(number=1, elapsed_ms=50.0), pull(number=2, end="cut", ended_seconds=9.0)]
     second = [pull(number=1, elapsed_ms=20.0), pull(number=2, end="whole", ended_seconds=4.0, elapsed_ms=7.0)]
-    infos = {
-        "a": cluster_pb2.ClusterInfo(pulls=first),
-        "b": cluster_pb2.ClusterInfo(pulls=second),
-        "c": None,
-    }
+    infos = {"a": cluster_pb2.ClusterInfo(pulls=first), "b": cluster_pb2.ClusterInfo(pulls=second), "c": None}
     listed = pulls_dict(infos)
     assert listed["silent"] == ["c"]
     assert [(told["router"], told["number"], told["end"]) for told in listed["pulls"]] == [

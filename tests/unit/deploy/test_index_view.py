@@ -51,11 +51,7 @@ def test_everything_that_is_known_is_shown() -> None:
     assert "lag 3.20 s at most" in lines
     assert "look-ups 20, 2 failed, 5 skipped; p50 0.20 ms, p99 1.10 ms" in lines
     assert "stale 2.50% of 400 blocks promised" in lines
-    assert lines[-5:-2] == [
-        "w0 EXACT 700 0 0.00 0 0",
-        "w1 DEGRADED 0 512 3.20 2 9",
-        "w2 - - - - - -",
-    ]
+    assert lines[-5:-2] == ["w0 EXACT 700 0 0.00 0 0", "w1 DEGRADED 0 512 3.20 2 9", "w2 - - - - - -"]
     assert lines[-2].startswith("entries: distinct block names")
 
 

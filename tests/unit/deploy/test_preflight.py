@@ -213,11 +213,7 @@ def test_a_private_redis_is_refused_where_workers_would_be_on_other_machines() -
             "no room for 1 worker of 8 CPUs for 2 ranks each: the nodes have 4, 3 CPUs, room for 0",
         ),
         (
-            {
-                "engine": replace(DEMO, host_cache_gib=1.0),
-                "num_workers": 2,
-                "num_prefill_workers": 2,
-            },
+            {"engine": replace(DEMO, host_cache_gib=1.0), "num_workers": 2, "num_prefill_workers": 2},
             (4.0,),
             0.0,
             "--prefill-workers 2 leave none of 2 workers to decode",
@@ -282,11 +278,7 @@ def test_by_default_all_gpus_are_shared_out_among_workers_of_several() -> None:
         ({"cluster": "a b"}, "cluster"),
         ({"num_prefill_workers": 1}, "--host-cache-gib"),
         (
-            {
-                "engine": replace(DEMO, host_cache_gib=1.0),
-                "num_prefill_workers": 1,
-                "no_pull": True,
-            },
+            {"engine": replace(DEMO, host_cache_gib=1.0), "num_prefill_workers": 1, "no_pull": True},
             "--no-pull",
         ),
         (

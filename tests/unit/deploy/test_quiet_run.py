@@ -112,11 +112,7 @@ def test_make_install_says_what_to_do_where_pytorchs_index_is_out_of_reach(
     offline = {"UV_HTTP_RETRIES": "0", "UV_CACHE_DIR": str(tmp_path / "cache")}
     offline |= {} if NO_INDEX in choice else {"UV_OFFLINE": "1"}
     done = subprocess.run(
-        ["make", "install", choice],
-        cwd=tmp_path,
-        env=os.environ | offline,
-        capture_output=True,
-        text=True,
+        ["make", "install", choice], cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert f"PyTorch was not installed from {source}: see the error of uv above" in done.stderr

@@ -27,6 +27,8 @@ from blockyard.deploy.ray.nodes import (
 )
 from blockyard.deploy.settings import size
 from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.supervision.replicas import OtherCodeError, Replica
+from blockyard.deploy.supervision.replicas import check_code as check_replica_code
 from blockyard.deploy.views.views import finding_line
 from blockyard.kernels.cpu import extension as cpu_extension
 from blockyard.kernels.selection import choose_backend
@@ -333,6 +335,14 @@ def test_other_code_is_refused_before_anything_is_placed() -> None:
         check_code([SOUND, replace(SOUND, code="0.1.0+aaaa")])
     with pytest.raises(ValueError, match="has no blockyard, or one too old to tell its version"):
         check_code([replace(SOUND, code=None)])
+
+
+def test_a_place_on_a_node_with_other_code_is_refused_with_both_versions() -> None:
+    replica = Replica(name="worker-1", kind="worker", code="0.1.0+aaaa")
+    check_replica_code(replica, "0.1.0+aaaa")
+    check_replica_code(replica, "")
+    with pytest.raises(OtherCodeError, match=r"0\.1\.0\+aaaa, the cluster runs 0\.1\.0\+bbbb.*--ship-code"):
+        check_replica_code(replica, "0.1.0+bbbb")
 
 
 def test_nodes_of_one_machine_are_told_apart_by_the_beginning_of_their_ids() -> None:

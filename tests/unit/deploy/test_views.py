@@ -131,10 +131,7 @@ def test_status_tells_node_and_pid_of_each_rank() -> None:
     rows = [line.split() for line in told.splitlines() if line.startswith("worker-0")]
     assert rows[0][:5] == ["worker-0", "starting", "10.0.0.1", "11", "0"]
     assert rows[1] == ["worker-0", "rank", "1", "10.0.0.2", "12"]
-    assert replica_dict(worker)["ranks"] == [
-        {"node_id": "aaaa", "pid": 11},
-        {"node_id": "bbbb", "pid": 12},
-    ]
+    assert replica_dict(worker)["ranks"] == [{"node_id": "aaaa", "pid": 11}, {"node_id": "bbbb", "pid": 12}]
 
 
 @pytest.mark.parametrize(

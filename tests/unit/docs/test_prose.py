@@ -15,8 +15,7 @@ def test_a_docstring_that_begins_with_a_fragment_is_found(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [f'"""Begin. {LONG}."""\n', f"# {LONG}.\n", f'class A:\n    b: int\n    """Bound: {LONG}."""\n'],
+    "source", [f'"""Begin. {LONG}."""\n', f"# {LONG}.\n", f'class A:\n    b: int\n    """Bound: {LONG}."""\n']
 )
 def test_a_long_sentence_is_found_in_docstrings_and_comments(source: str) -> None:
     assert len(list(in_source("x.py", source))) == 1

@@ -55,11 +55,7 @@ def test_an_alert_fires_when_it_should_and_only_then(case: AlertCase, tmp_path: 
     tests = [look(case, case.firing, 1), look(case, case.quiet, 0)]
     path.write_text(
         yaml.safe_dump(
-            {
-                "rule_files": [str(ALERTS)],
-                "evaluation_interval": f"{STEP_SECONDS}s",
-                "tests": tests,
-            }
+            {"rule_files": [str(ALERTS)], "evaluation_interval": f"{STEP_SECONDS}s", "tests": tests}
         ),
         encoding="utf-8",
     )

@@ -138,13 +138,7 @@ async def test_every_end_is_counted_once_by_its_reason() -> None:
         await until(lambda: is_idle(router))
         readings = await readings_once(
             router,
-            {
-                "MODEL_NOT_FOUND": 1,
-                "INVALID_REQUEST": 1,
-                "OVERLOADED": 1,
-                "CANCELLED": 1,
-                "ABORTED": 1,
-            },
+            {"MODEL_NOT_FOUND": 1, "INVALID_REQUEST": 1, "OVERLOADED": 1, "CANCELLED": 1, "ABORTED": 1},
         )
     assert distribution(readings, "request_seconds").count == 0, "only what ended well has a time"
     assert readings["outputs"] == {}

@@ -24,13 +24,9 @@ from blockyard.deploy.ray.guardian import (
     DASHBOARD,
     GCS,
     LOOK_SECONDS,
-    MAX_PAUSE_SECONDS,
     RAYLET,
-    STEADY_SECONDS,
     HeadProgram,
-    as_new_node,
     does_answer,
-    next_pause_seconds,
     programs_of,
 )
 from blockyard.deploy.ray.head import (
@@ -79,19 +75,13 @@ def session(tmp_path: Path) -> Iterator[int]:
         yield leader
 
 
-@pytest.fixture
-def impatient_session(tmp_path: Path) -> Iterator[int]:
-    """Yield a guarded session as `session` does, but kill a stopped process after two seconds instead of twenty."""
-    with guarded(tmp_path, "guardian.MAX_STOPPED_LOOKS = 4") as leader:
-        yield leader
-
-
-@pytest.fixture
-def silent_session(tmp_path: Path) -> Iterator[int]:
-    """Its dashboard answers a few questions and then none, of which there is one a second, not one in ten."""
-    settings = "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS = 1.0, 3.0"
-    with guarded(tmp_path, settings, dashboard=FALLING_SILENT) as leader:
-        yield leader
+IMPATIENT = "guardian.MAX_STOPPED_LOOKS = 4"
+"""It kills a stopped process after two seconds instead of twenty."""
+ASKS_OFTEN = "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS = 1.0, 3.0"
+ALWAYS_LATE = (
+    "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS, head_probes.LATE_SECONDS = 0.5, 1.0, -0.1"
+)
+"""Every pause is too long for it."""
 
 
 @contextmanager
@@ -103,9 +93,7 @@ def guarded(folder: Path, settings: str = "", *, dashboard: str = SLEEPING) -> I
     for name in ("raylet.sock", "store.sock"):
         (folder / name).touch()
     started = folder / "started"
-    program = (
-        f"import sys; from blockyard.deploy.ray import guardian, head_probes; {settings}\nguardian.main()"
-    )
+    program = f"from blockyard.deploy.ray import guardian, head_probes; {settings}\nguardian.main()"
     head = [sys.executable, "-c", HEAD, str(folder), str(free_port())]
     command = [sys.executable, "-c", program, str(started), *head]
     with (folder / "log").open("ab") as log:
@@ -169,35 +157,28 @@ def test_a_dashboard_that_died_is_started_again_and_the_raylet_left_alone(sessio
     assert after[RAYLET].process == before[RAYLET].process
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", [RAYLET, DASHBOARD])
-def test_a_part_that_stays_stopped_is_killed_and_started_again(impatient_session: int, name: str) -> None:
-    before = programs_of(impatient_session)
-    os.kill(before[name].process.pid, signal.SIGSTOP)
-    until(lambda: is_other(impatient_session, before[name]))
-    assert not is_alive(before[name].process)
-    (other,) = {RAYLET, DASHBOARD} - {name}
-    assert programs_of(impatient_session)[other].process == before[other].process
+def test_a_part_that_stays_stopped_is_killed_and_started_again(tmp_path: Path, name: str) -> None:
+    with guarded(tmp_path, IMPATIENT) as leader:
+        before = programs_of(leader)
+        os.kill(before[name].process.pid, signal.SIGSTOP)
+        until(lambda: is_other(leader, before[name]))
+        assert not is_alive(before[name].process)
+        (other,) = {RAYLET, DASHBOARD} - {name}
+        assert programs_of(leader)[other].process == before[other].process
 
 
-@pytest.mark.ci
-def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(
-    silent_session: int, tmp_path: Path
-) -> None:
-    before = programs_of(silent_session)
-    until(lambda: is_other(silent_session, before[DASHBOARD]))
-    assert not is_alive(before[DASHBOARD].process)
-    assert "dashboard does not answer and is killed" in (tmp_path / "log").read_text()
-    assert programs_of(silent_session)[RAYLET].process == before[RAYLET].process
+def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(tmp_path: Path) -> None:
+    with guarded(tmp_path, ASKS_OFTEN, dashboard=FALLING_SILENT) as leader:
+        before = programs_of(leader)
+        until(lambda: is_other(leader, before[DASHBOARD]))
+        assert not is_alive(before[DASHBOARD].process)
+        assert "dashboard does not answer and is killed" in (tmp_path / "log").read_text()
+        assert programs_of(leader)[RAYLET].process == before[RAYLET].process
 
 
-@pytest.mark.ci
 def test_a_guardian_that_wakes_late_each_time_kills_no_part_for_its_silence(tmp_path: Path) -> None:
-    """Every pause is too long for it."""
-    settings = (
-        "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS, head_probes.LATE_SECONDS = 0.5, 1.0, -0.1"
-    )
-    with guarded(tmp_path, settings, dashboard=FALLING_SILENT) as leader:
+    with guarded(tmp_path, ALWAYS_LATE, dashboard=FALLING_SILENT) as leader:
         before = programs_of(leader)
         until(lambda: not does_answer(before[DASHBOARD], seconds=1.0))
         time.sleep(10 * LOOK_SECONDS)
@@ -247,11 +228,6 @@ def test_a_guardian_whose_log_has_no_room_goes_on(tmp_path: Path) -> None:
             until(lambda before=before: is_other(leader, before))
 
 
-def test_a_command_without_a_node_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="no --node_id"):
-        as_new_node([RAYLET, "--node=first"], "second")
-
-
 def test_a_guardian_ends_with_the_control_service(session: int) -> None:
     kill(programs_of(session)[GCS].process.pid)
     until(lambda: session not in {member.pid for member in session_members(session)})
@@ -259,24 +235,18 @@ def test_a_guardian_ends_with_the_control_service(session: int) -> None:
         check_alive(session)
 
 
-def test_a_command_asks_no_ray_whose_raylet_is_stopped(session: int) -> None:
+def test_a_command_neither_asks_a_stopped_raylet_nor_waits_for_a_stopped_supervisor(session: int) -> None:
+    def supervisors() -> list[int]:
+        members = (member.pid for member in session_members(session))
+        return [pid for pid in members if command_of(pid)[:1] == [SUPERVISOR_TITLE]]
+
     check_alive(session)
-    with (
-        stopped(programs_of(session)[RAYLET].process.pid),
-        pytest.raises(RayletDiedError, match="is stopped"),
-    ):
+    raylet = programs_of(session)[RAYLET].process.pid
+    with stopped(raylet), pytest.raises(RayletDiedError, match="is stopped"):
         check_alive(session)
-
-
-def test_a_command_does_not_wait_for_a_supervisor_that_is_stopped(session: int) -> None:
-    until(
-        lambda: any(command_of(member.pid)[:1] == [SUPERVISOR_TITLE] for member in session_members(session))
-    )
+    until(lambda: supervisors() != [])
     assert not is_supervisor_stopped(session)
-    (supervisor,) = (
-        member.pid for member in session_members(session) if command_of(member.pid)[:1] == [SUPERVISOR_TITLE]
-    )
-    with stopped(supervisor):
+    with stopped(supervisors()[0]):
         assert is_supervisor_stopped(session)
     until(lambda: not is_supervisor_stopped(session))
 
@@ -289,11 +259,3 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def test_a_part_that_dies_again_and_again_is_started_less_and_less_often() -> None:
-    pauses = [0.0]
-    for _ in range(7):
-        pauses.append(next_pause_seconds(pauses[-1], alive_seconds=1.0))
-    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS]
-    assert next_pause_seconds(pauses[-1], alive_seconds=STEADY_SECONDS) == 0.0

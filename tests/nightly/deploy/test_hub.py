@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,12 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from blockyard.deploy.machine.processes import identify
-from blockyard.deploy.machine.state import HOME_VARIABLE, ClusterState, HeadState, save
+from blockyard.deploy.machine.state import ClusterState, HeadState, save
 from blockyard.deploy.settings.options import model_path
+
+from .rig import python
 
 REPOSITORY = "someone/small-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -74,28 +75,22 @@ def serving(folder: Path) -> Iterator[Hub]:
         def _answer(self, *, with_body: bool) -> None:
             path = self.path.partition("?")[0]
             hub.asked.append(path)
+            files = sorted(hub.folder.iterdir())
             headers: dict[str, str] = {}
             if path.endswith("/gone"):
-                self._refuse(404, "RevisionNotFound")
-                return
+                return self._refuse(404, "RevisionNotFound")
             if path.startswith(f"/api/models/{REPOSITORY}/tree/"):
-                files = sorted(hub.folder.iterdir())
                 body = json.dumps([as_in_tree(file) for file in files]).encode()
             elif path.startswith(f"/api/models/{REPOSITORY}"):
-                siblings = [{"rfilename": file.name} for file in sorted(hub.folder.iterdir())]
+                siblings = [{"rfilename": file.name} for file in files]
                 body = json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode()
             elif path.startswith(f"/{REPOSITORY}/resolve/"):
                 name = path.rpartition("/")[2]
                 body = (hub.folder / name).read_bytes()
                 headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-                if with_body:
-                    hub.fetched.append(name)
+                hub.fetched += [name] * with_body
             else:
-                if "/broken" in path:
-                    self._refuse(503)
-                else:
-                    self._refuse(404, "RepoNotFound")
-                return
+                return self._refuse(503) if "/broken" in path else self._refuse(404, "RepoNotFound")
             self.send_response(200)
             for header, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(header, value)
@@ -125,22 +120,16 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def run(
-    hub: Hub, home: Path, *arguments: str, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**hub.environment(home), **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def run(hub: Hub, home: Path, code: str, *arguments: str, **environment: str) -> CompletedProcess[str]:
+    return python(code, *arguments, env={**hub.environment(home), **environment})
 
 
-@pytest.mark.ci
+def run_command(hub: Hub, home: Path, *arguments: str) -> CompletedProcess[str]:
+    return run(hub, home, "from blockyard.deploy.cli import main; main()", *arguments)
+
+
 def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) -> None:
-    first = run(hub, tmp_path, "-c", REPORTS, REPOSITORY)
+    first = run(hub, tmp_path, REPORTS, REPOSITORY)
     assert first.returncode == 0, first.stderr
     reports = [json.loads(line) for line in first.stdout.splitlines()]
     assert reports[0][0] == f"looking for {REPOSITORY} on the hub"
@@ -153,12 +142,11 @@ def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) 
     assert [done for done, _ in counted] == sorted(done for done, _ in counted)
     assert 0 <= counted[-1][0] <= total_bytes
     hub.fetched.clear()
-    again = run(hub, tmp_path, "-c", REPORTS, REPOSITORY)
+    again = run(hub, tmp_path, REPORTS, REPOSITORY)
     assert (again.returncode, hub.fetched) == (0, [])
     assert "downloading" not in again.stdout
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "environment", "told"),
     [
@@ -181,19 +169,17 @@ def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) 
 def test_a_model_that_the_hub_does_not_give_is_refused_by_a_sentence(
     hub: Hub, tmp_path: Path, name: str, environment: dict[str, str], told: str
 ) -> None:
-    result = run(hub, tmp_path, "-c", REPORTS, name, environment=environment)
+    result = run(hub, tmp_path, REPORTS, name, **environment)
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1] == f"model {name!r} is no folder here, and {told}"
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.ci
 def test_doctor_and_size_read_the_config_alone(hub: Hub, tmp_path: Path) -> None:
-    cli = ("-m", "blockyard.deploy.cli")
-    doctor = run(hub, tmp_path, *cli, "doctor", "--model", REPOSITORY, "--output", "json")
+    doctor = run_command(hub, tmp_path, "doctor", "--model", REPOSITORY, "--output", "json")
     weights = next(found for found in json.loads(doctor.stdout) if found["subject"] == "weights")
     assert "would be downloaded" in weights["detail"]
-    size = run(hub, tmp_path, *cli, "size", REPOSITORY, "--memory", "1GiB", "--output", "json")
+    size = run_command(hub, tmp_path, "size", REPOSITORY, "--memory", "1GiB", "--output", "json")
     assert size.returncode == 0, size.stderr
     assert set(hub.fetched) <= {"config.json", "generation_config.json"}
 
@@ -201,7 +187,7 @@ def test_doctor_and_size_read_the_config_alone(hub: Hub, tmp_path: Path) -> None
 def test_a_revision_is_asked_for_and_a_folder_is_filled(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     script = f"from blockyard.deploy.lifecycle.hub import use_download_dir; use_download_dir({str(folder)!r}){REPORTS}"
-    result = run(hub, tmp_path / "home", "-c", script, f"{REPOSITORY}@v1.5")
+    result = run(hub, tmp_path / "home", script, f"{REPOSITORY}@v1.5")
     assert result.returncode == 0, result.stderr
     assert any("v1.5" in path for path in hub.asked)
     assert not any("main" in path for path in hub.asked)
@@ -214,24 +200,21 @@ def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: Hub, t
         "import sys; from blockyard.deploy.lifecycle.hub import download_all; "
         f"download_all({str(hub.folder)!r}, {REPOSITORY!r}, lambda progress: None)"
     )
-    result = run(hub, tmp_path, "-c", script)
+    result = run(hub, tmp_path, script)
     assert result.returncode == 0, result.stderr
     assert "tokenizer.json" in hub.fetched
     assert "model.safetensors" not in hub.fetched
 
 
-@pytest.mark.ci
 def test_a_wrong_model_is_told_before_a_cluster_that_is_up_would_be_taken_down_for_it(
-    hub: Hub, tmp_path: Path
+    hub: Hub, home: Path
 ) -> None:
     own = identify(os.getpid())
     assert own is not None
     head = HeadState(session=os.getsid(0), processes=(own,))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(HOME_VARIABLE, str(tmp_path))
-        save(ClusterState(cluster="default", model="demo", secret="s", head=head))
-    serve = ("-m", "blockyard.deploy.cli", "serve", "--device", "cpu")
-    wrong, sound = (run(hub, tmp_path, *serve, model) for model in ("nosuchmodel", str(hub.folder)))
+    save(ClusterState(cluster="default", model="demo", secret="s", head=head))
+    models = ("nosuchmodel", str(hub.folder))
+    wrong, sound = (run_command(hub, home, "serve", "--device", "cpu", model) for model in models)
     assert (wrong.returncode, sound.returncode) == (1, 1)
     assert "the hub has no model of this name" in wrong.stderr
     assert "cluster 'default' is up already" in sound.stderr

@@ -1,0 +1,3 @@
+"""The home of each test of tests/unit/deploy."""
+
+from tests.unit.deploy.conftest import home as home
