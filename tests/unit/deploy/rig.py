@@ -1,6 +1,7 @@
 """What the tests of `deploy` share: commands in this process, options, states, reports and printed views."""
 
 import json
+import logging
 import shlex
 import socket
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from blockyard.deploy.cli import main
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
 from blockyard.deploy.lifecycle.shape import Shape
 from blockyard.deploy.machine.processes import ProcessIdentity
-from blockyard.deploy.machine.state import ClusterState, HeadState, RedisState
+from blockyard.deploy.machine.state import ClusterState, HeadState, RedisState, save
 from blockyard.deploy.settings.up_options import SERVE_PORTS, UP_PORTS, up_options
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.supervision.replicas import ClusterSpec, Replica, SupervisorReport
+from blockyard.proto.runtime.logs import TextFormatter, about
 from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "deploy" / "demo_model" / "checkpoint"
 SECRET = "a-secret-that-nobody-may-see"
 ONE_WORKER = Shape(num_workers=1, num_cpus=1.0, num_gpus=0.0)
+JOB, OTHER_JOB = "01000000", "02000000"
 HEAD = HeadState(session=7, processes=(ProcessIdentity(pid=7, start_ticks=1),))
 
 
@@ -106,3 +109,58 @@ def dead_port() -> int:
         closed.bind(("127.0.0.1", 0))
         port: int = closed.getsockname()[1]
         return port
+
+
+def log_record(
+    created: float, message: str, request_id: str = "", formatter: logging.Formatter | None = None
+) -> str:
+    """Return a line as a process of ours writes it at a time, in seconds."""
+    made = logging.LogRecord("blockyard.trial", logging.INFO, "", 0, message, (), None)
+    made.created, made.msecs = created, created % 1 * 1000
+    with about(request_id):
+        return (formatter or TextFormatter()).format(made) + "\n"
+
+
+def _age(path: Path) -> int:
+    return int(path.suffix[1:])
+
+
+class LogWriter:
+    """An actor's log, as Ray writes and rotates it."""
+
+    def __init__(self, folder: Path, name: str, pid: int, job: str = JOB) -> None:
+        self.path = folder / f"worker-{pid:056x}-{job}-{pid}.err"
+        self.num_lines = 0
+        self.path.write_text(f":job_id:{job}\n:actor_name:{name}\n")
+
+    def write(self, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(text)
+
+    def write_line(self) -> None:
+        self.write(log_record(1000 + self.num_lines, f"line {self.num_lines}"))
+        self.num_lines += 1
+
+    def rotate(self) -> None:
+        aged = sorted(self.path.parent.glob(f"{self.path.name}.*"), key=_age, reverse=True)
+        for path in aged:
+            path.rename(path.with_suffix(f".{_age(path) + 1}"))
+        self.path.rename(f"{self.path}.1")
+        self.path.touch()
+
+
+def logs_of_trial(under: Path) -> Path:
+    """Return a folder with the logs of a cluster called `trial`, and of another that has joined its Ray."""
+    folder = under / "logs"
+    folder.mkdir()
+    for number, name in enumerate(("supervisor(1 workers, 1 routers)", "router-0", "worker-0(demo)")):
+        LogWriter(folder, name, 100 + number).write(
+            log_record(2000 + number, f"of {name[:6]}", f"req-{number}")
+        )
+    LogWriter(folder, "worker-0(demo)", 90).write(log_record(1000, "of a former life"))
+    for number, name in enumerate(("supervisor(2 workers, 1 routers)", "worker-1(demo)")):
+        LogWriter(folder, name, 200 + number, OTHER_JOB).write(log_record(3000, "of another cluster"))
+    (folder / "raylet.out").write_text("of Ray\n")
+    where = {"ray_address": "127.0.0.1:1", "logs_directory": str(folder)}
+    save(cluster_state(redis=None, redis_url=None, **where))
+    return folder
