@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +90,7 @@ class Joining:
             if replica not in self.replicas:
                 raise RuntimeError(f"{replica.name} was removed meanwhile, by `scale` or `model remove`")
             refusal = await self._refusal(replica) if replica.phase == "serving" else ""
-            now = time.monotonic()
+            now = asyncio.get_running_loop().time()
             refused_since = min(refused_since, now) if refusal else math.inf
             if now - refused_since >= (REFUSED_WORKER_SECONDS if replica.refusal else REFUSED_SECONDS):
                 raise RuntimeError(refusal)

@@ -1,14 +1,12 @@
-"""A home of its own for each test of `deploy`, and a supervisor without Ray."""
+"""A home of its own for each test of `deploy`."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from blockyard.deploy.lifecycle import doctor
 from blockyard.deploy.machine import redis_server, state
 from blockyard.deploy.machine.redis_versions import ServerVersion
-
-from .incarnations import FakeIncarnations, until
 
 SETTINGS = ("REDIS_URL", "ROUTER_REDIS_URL", "ROUTER", "CLUSTER", "CONFIG", "TOKEN", "TOKEN_FILE")
 
@@ -34,12 +32,3 @@ def server_of_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], ServerVe
     for module in (doctor, redis_server):
         monkeypatch.setattr(module, "version_of_program", version_of_program)
     return version_of_program
-
-
-@pytest.fixture
-async def supervisor() -> AsyncIterator[FakeIncarnations]:
-    """Yield a supervisor whose first worker has begun."""
-    made = FakeIncarnations()
-    await until(lambda: len(made.incarnations) == 1)
-    yield made
-    await made.leave()

@@ -1,8 +1,9 @@
 """A supervisor without Ray: its actors are plain objects, which outlive it as detached actors do."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from inspect import Signature, signature
 from typing import Any, NoReturn
 
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
@@ -12,6 +13,8 @@ from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.worker.actor import StartedWorker
 from blockyard.worker.config import EngineConfig, WorkerConfig
+
+from simulation.virtual_time import in_virtual_time
 
 SPEC = ClusterSpec(
     namespace="test",
@@ -31,6 +34,26 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nothing wakes who waits for a value
             await asyncio.sleep(0.01)
+
+
+def supervised(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Return a test that runs in virtual time with a supervisor whose worker and router serve, its first argument."""
+
+    async def with_supervisor(arguments: dict[str, Any]) -> None:
+        supervisor = FakeIncarnations()
+        await asyncio.sleep(10.0)
+        try:
+            await test(supervisor, **arguments)
+        finally:
+            await supervisor.leave()
+
+    def run(**arguments: Any) -> None:
+        in_virtual_time(lambda: with_supervisor(arguments))()
+
+    _, *others = signature(test).parameters.values()
+    run.__signature__ = Signature(others)  # type: ignore[attr-defined]
+    run.__doc__ = test.__doc__
+    return run
 
 
 async def leads() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from simulation.virtual_time import in_virtual_time
 
-from .incarnations import FakeIncarnations, Outlives
+from .incarnations import FakeIncarnations, Outlives, supervised
 
 
 @dataclass
@@ -54,6 +54,7 @@ def test_of_all_claims_the_newest_alone_holds_whoever_is_delayed(claims_between:
 
 
 def test_an_epoch_is_never_claimed_twice_though_old_ones_are_removed() -> None:
+    assert numbers_of([b"epoch:blockyard-a:7", b"epoch:blockyard-a:12", b"wish:blockyard-a"]) == [7, 12]
     store = Outlives()
     assert [claim_next(store).number for _ in range(4)] == [1, 2, 3, 4]
     assert store.epochs == [4]
@@ -74,14 +75,10 @@ def test_a_silent_head_allows_nothing_and_says_so_across_processes() -> None:
     assert str(ANSWER_SECONDS).rstrip(".0") in str(silence.value)
 
 
-def test_an_epoch_is_the_number_at_the_end_of_a_key() -> None:
-    assert numbers_of([b"epoch:blockyard-a:7", b"epoch:blockyard-a:12", b"wish:blockyard-a"]) == [7, 12]
-
-
-@in_virtual_time
-async def test_a_supervisor_whose_host_is_cut_off_ends_nobody_then_or_later() -> None:
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
+@supervised
+async def test_a_supervisor_whose_host_is_cut_off_ends_nobody_then_or_later(
+    supervisor: FakeIncarnations,
+) -> None:
     worker, store = supervisor.incarnations[0], supervisor.left
     store.is_head_silent = worker.is_frozen = supervisor.router.is_frozen = True
     await asyncio.sleep(10 * DEFAULT_HUNG_SECONDS)
@@ -95,14 +92,13 @@ async def test_a_supervisor_whose_host_is_cut_off_ends_nobody_then_or_later() ->
     assert [replica_dict(replica)["phase"] for replica in (await supervisor.report()).replicas] == [
         "serving"
     ] * 2
-    await supervisor.leave()
 
 
-@in_virtual_time
-async def test_who_answers_on_its_own_node_is_shown_as_silent_and_not_ended() -> None:
+@supervised
+async def test_who_answers_on_its_own_node_is_shown_as_silent_and_not_ended(
+    supervisor: FakeIncarnations,
+) -> None:
     """Only the link between the supervisor and that host is down."""
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
     worker = await supervisor.replica("worker")
     supervisor.incarnations[0].is_frozen = supervisor.answers_others = True
     for _ in range(5):
@@ -112,7 +108,6 @@ async def test_who_answers_on_its_own_node_is_shown_as_silent_and_not_ended() ->
     supervisor.incarnations[0].is_frozen = False
     await asyncio.sleep(2 * QUESTION_SECONDS)
     assert (replica_dict(worker)["phase"], len(supervisor.incarnations)) == ("serving", 1)
-    await supervisor.leave()
 
 
 @in_virtual_time
@@ -128,10 +123,8 @@ async def test_a_supervisor_gives_way_to_a_newer_one_and_ends_nobody() -> None:
     await old.leave()
 
 
-@in_virtual_time
-async def test_a_restart_without_an_answer_of_the_head_changes_nothing_and_says_so() -> None:
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
+@supervised
+async def test_a_restart_without_an_answer_of_the_head_changes_nothing(supervisor: FakeIncarnations) -> None:
     supervisor.left.is_head_silent = True
     with pytest.raises(SilentHeadError, match="Ray's head does not answer"):
         await supervisor.restart("worker-0", 5.0)
@@ -140,13 +133,12 @@ async def test_a_restart_without_an_answer_of_the_head_changes_nothing_and_says_
     supervisor.left.is_head_silent = False
     await supervisor.restart("worker-0", 5.0)
     assert len(supervisor.incarnations) == 2
-    await supervisor.leave()
 
 
-@in_virtual_time
-async def test_routers_hear_nothing_of_a_supervisor_that_cannot_ask_the_head() -> None:
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
+@supervised
+async def test_routers_hear_nothing_of_a_supervisor_that_cannot_ask_the_head(
+    supervisor: FakeIncarnations,
+) -> None:
     supervisor.left.is_head_silent = True
     await asyncio.sleep(2 * ANSWER_SECONDS)
     told = len(supervisor.router.sent_addresses)
@@ -155,4 +147,3 @@ async def test_routers_hear_nothing_of_a_supervisor_that_cannot_ask_the_head() -
     supervisor.left.is_head_silent = False
     await asyncio.sleep(2 * ANSWER_SECONDS)
     assert len(supervisor.router.sent_addresses) > told
-    await supervisor.leave()

@@ -20,16 +20,14 @@ from ray.exceptions import ActorUnavailableError
 
 from simulation.virtual_time import Process, VirtualLoop, in_virtual_time
 
-from .incarnations import PID, Downloads, FakeIncarnations
+from .incarnations import PID, Downloads, FakeIncarnations, supervised
 
 TRUTH_SECONDS = 5.0
 """Time within which `status` shows a frozen replica."""
 
 
-@in_virtual_time
-async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> None:
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
+@supervised
+async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced(supervisor: FakeIncarnations) -> None:
     worker = await supervisor.replica("worker")
     supervisor.incarnations[0].is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
@@ -39,13 +37,10 @@ async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> Non
     assert supervisor.incarnations[0].ended.is_set(), "it lives on beside its successor"
     assert (replica_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
     assert "did not answer for 20 s" in worker.error
-    await supervisor.leave()
 
 
-@in_virtual_time
-async def test_a_frozen_router_is_told_and_replaced() -> None:
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
+@supervised
+async def test_a_frozen_router_is_told_and_replaced(supervisor: FakeIncarnations) -> None:
     router = await supervisor.replica("router")
     supervisor.router.is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
@@ -54,20 +49,16 @@ async def test_a_frozen_router_is_told_and_replaced() -> None:
     assert "did not answer for 20 s" in router.error
     assert supervisor.router.num_kills == 1
     assert replica_dict(router)["phase"] == "serving"
-    await supervisor.leave()
 
 
-@in_virtual_time
-async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
-    supervisor = FakeIncarnations()
-    await asyncio.sleep(10.0)
+@supervised
+async def test_a_worker_whose_answers_are_slow_is_left_alone(supervisor: FakeIncarnations) -> None:
     supervisor.incarnations[0].answers_after_seconds = 0.75 * DEFAULT_HUNG_SECONDS
     await asyncio.sleep(10 * DEFAULT_HUNG_SECONDS)
     assert len(supervisor.incarnations) == 1
     supervisor.incarnations[0].answers_after_seconds = 0.0
     await asyncio.sleep(DEFAULT_HUNG_SECONDS)
     assert replica_dict(await supervisor.replica("worker"))["phase"] == "serving"
-    await supervisor.leave()
 
 
 @in_virtual_time

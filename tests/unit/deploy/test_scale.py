@@ -1,38 +1,30 @@
 """The supervisor while a cluster grows and shrinks, and the state that survives the supervisor; without Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
 from blockyard.deploy.lifecycle.scaling import Scaled, check_room, scaled_of, workers_of
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
-from blockyard.deploy.supervision.replicas import (
-    FIRST_BACKOFF_SECONDS,
-    Replica,
-    SupervisorReport,
-    replicas_of,
-)
+from blockyard.deploy.supervision.replicas import FIRST_BACKOFF_SECONDS, Replica, replicas_of
 from blockyard.deploy.supervision.reports import NAMESPACE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .incarnations import SPEC, FakeIncarnations, Outlives, until
+from simulation.virtual_time import in_virtual_time
 
-
-@pytest.fixture
-async def supervisor() -> AsyncIterator[FakeIncarnations]:
-    made = FakeIncarnations()
-    await until(lambda: len(made.incarnations) == 1)
-    yield made
-    await made.leave()
+from .incarnations import SPEC, FakeIncarnations, Outlives, supervised, until
+from .rig import report_of
 
 
 async def names(supervisor: FakeIncarnations) -> tuple[str, ...]:
     return workers_of(await supervisor.report())
 
 
+@supervised
 async def test_growing_waits_until_the_routers_use_the_new_workers(supervisor: FakeIncarnations) -> None:
     supervisor.known = ("life-0",)
     growing = asyncio.create_task(supervisor.scale(3, 0.0))
@@ -40,12 +32,12 @@ async def test_growing_waits_until_the_routers_use_the_new_workers(supervisor: F
     await asyncio.sleep(0.2)
     assert not growing.done()
     supervisor.known = None
-    async with asyncio.timeout(10):
-        await growing
+    await growing
     assert await names(supervisor) == ("worker-0", "worker-1", "worker-2")
     await until(lambda: supervisor.router.sent_addresses[-1] == ["worker-0:1", "worker-1:1", "worker-2:1"])
 
 
+@supervised
 async def test_shrinking_drains_the_highest_numbers_and_routers_forget_them(
     supervisor: FakeIncarnations,
 ) -> None:
@@ -59,6 +51,7 @@ async def test_shrinking_drains_the_highest_numbers_and_routers_forget_them(
     assert len(supervisor.incarnations) == 3, "nobody was started in replica of those that left"
 
 
+@supervised
 async def test_one_that_drains_to_leave_and_dies_is_not_started_again(supervisor: FakeIncarnations) -> None:
     await supervisor.scale(2, 0.0)
     supervisor.incarnations[1].may_stop.clear()
@@ -68,12 +61,12 @@ async def test_one_that_drains_to_leave_and_dies_is_not_started_again(supervisor
     await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
     assert len(supervisor.incarnations) == 2
     supervisor.incarnations[1].may_stop.set()
-    async with asyncio.timeout(10):
-        await shrinking
+    await shrinking
     assert await names(supervisor) == ("worker-0",)
 
 
-async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up(
+@supervised
+async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up_or_asked_for_again(
     supervisor: FakeIncarnations,
 ) -> None:
     supervisor.fails_to_start = True
@@ -81,39 +74,28 @@ async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up(
         await supervisor.scale(2, 0.0)
     await supervisor.scale(1, 0.0)
     assert await names(supervisor) == ("worker-0",)
-
-
-async def test_the_same_asked_again_after_the_cause_is_mended_waits_for_new_tries(
-    supervisor: FakeIncarnations,
-) -> None:
-    supervisor.fails_to_start = True
     with pytest.raises(RuntimeError, match="worker-1 does not start"):
         await supervisor.scale(2, 0.0)
     supervisor.fails_to_start = False
-    async with asyncio.timeout(20):
-        await supervisor.scale(2, 0.0)
+    await supervisor.scale(2, 0.0)
     worker = await supervisor.replica("worker-1")
     assert (worker.phase, worker.error) == ("serving", "")
-
-
-async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: FakeIncarnations) -> None:
-    supervisor.never_starts = True
-    growing = asyncio.create_task(supervisor.scale(3, 0.0))
-    await until(lambda: len(supervisor._replicas) == 4)
-    async with asyncio.timeout(60):
-        await supervisor.scale(1, 0.0)
-        with pytest.raises(
-            RuntimeError, match=r"worker-\d was removed meanwhile, by `scale` or `model remove`"
-        ):
-            await growing
-    assert await names(supervisor) == ("worker-0",)
-
-
-async def test_no_worker_at_all_is_refused(supervisor: FakeIncarnations) -> None:
     with pytest.raises(ValueError, match="at least one worker, not 0"):
         await supervisor.scale(0, 0.0)
 
 
+@supervised
+async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: FakeIncarnations) -> None:
+    supervisor.never_starts = True
+    growing = asyncio.create_task(supervisor.scale(3, 0.0))
+    await until(lambda: len(supervisor._replicas) == 4)
+    await supervisor.scale(1, 0.0)
+    with pytest.raises(RuntimeError, match=r"worker-\d was removed meanwhile, by `scale` or `model remove`"):
+        await growing
+    assert await names(supervisor) == ("worker-0",)
+
+
+@in_virtual_time
 async def test_a_supervisor_that_is_started_again_keeps_the_number_that_was_asked_for() -> None:
     left = Outlives()
     first = FakeIncarnations(left)
@@ -126,6 +108,7 @@ async def test_a_supervisor_that_is_started_again_keeps_the_number_that_was_aske
     await second.leave()
 
 
+@in_virtual_time
 async def test_those_that_were_leaving_when_the_supervisor_died_go_on_to_leave() -> None:
     left = Outlives()
     first = FakeIncarnations(left)
@@ -146,7 +129,7 @@ async def test_those_that_were_leaving_when_the_supervisor_died_go_on_to_leave()
     await second.leave()
 
 
-@pytest.mark.ci
+@in_virtual_time
 async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died() -> None:
     left = Outlives()
     first = FakeIncarnations(left)
@@ -189,101 +172,70 @@ def test_a_desired_state_comes_back_as_it_was_stored() -> None:
     assert decoded(encoded(desired)) == desired
 
 
+def room(
+    free: list[dict[str, float]], missing: int, *, cpus: float = 1.0, gpus: float = 0.0, other: str = ""
+) -> str:
+    """Return why so many more workers do not fit beside one that runs, or nothing. A worker of another model has half a CPU."""
+    further = {"small": (0.5, 0.0)} if other else {}
+    shares = {"cpus_per_worker": cpus, "gpus_per_worker": gpus, "further_shares": further}
+    report = report_of(*replicas_of(SPEC, 1), **shares)
+    try:
+        check_room(free, report, missing, report.share(other or "m"))
+    except ValueError as refused:
+        return str(refused)
+    return ""
+
+
 @pytest.mark.parametrize(
-    ("free", "gpus", "missing", "fits"),
+    ("free", "settings", "missing", "fits"),
     [
-        ([{"CPU": 1.0}, {"CPU": 1.0}], 0.0, 2, True),
-        ([{"CPU": 1.9}], 0.0, 2, False),
-        ([{"CPU": 0.5}, {"CPU": 0.5}], 0.0, 1, False),
-        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], 1.0, 1, True),
-        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], 1.0, 2, False),
-        ([], 0.0, 1, False),
+        ([{"CPU": 1.0}, {"CPU": 1.0}], {}, 2, True),
+        ([{"CPU": 1.9}], {}, 2, False),
+        ([{"CPU": 0.5}, {"CPU": 0.5}], {}, 1, False),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], {"gpus": 1.0}, 1, True),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], {"gpus": 1.0}, 2, False),
+        ([], {}, 1, False),
+        ([{"CPU": 1.0}], {"cpus": 4.0, "other": "small"}, 2, True),
+        ([{"CPU": 1.0}], {"cpus": 4.0}, 1, False),
     ],
 )
-def test_workers_fit_only_whole_on_a_node(
-    free: list[dict[str, float]], gpus: float, missing: int, fits: bool
+def test_workers_fit_only_whole_on_a_node_with_the_share_of_their_model(
+    free: list[dict[str, float]], settings: dict[str, Any], missing: int, fits: bool
 ) -> None:
-    report = SupervisorReport(
-        pid=1,
-        code="",
-        replicas=replicas_of(SPEC, 1),
-        cpus_per_worker=1.0,
-        gpus_per_worker=gpus,
-        at_seconds=0.0,
-    )
-    if fits:
-        check_room(free, report, missing, report.share("m"))
-    else:
-        with pytest.raises(ValueError, match=rf"{missing} more workers? .* room for \d"):
-            check_room(free, report, missing, report.share("m"))
-
-
-def refusal(free: list[dict[str, float]], missing: int, *, cpus: float = 2.0, gpus: float = 0.0) -> str:
-    report = SupervisorReport(
-        pid=1,
-        code="",
-        replicas=replicas_of(SPEC, 1),
-        cpus_per_worker=cpus,
-        gpus_per_worker=gpus,
-        at_seconds=0.0,
-    )
-    with pytest.raises(ValueError, match="will not fit") as refused:
-        check_room(free, report, missing, report.share("m"))
-    return str(refused.value)
+    told = room(free, missing, **settings)
+    assert told == "" if fits else re.search(rf"{missing} more workers? .* room for \d", told)
 
 
 def test_who_has_no_room_is_told_what_workers_hold_and_how_to_start_with_less() -> None:
-    assert refusal([{}], 1) == (
+    assert room([{}], 1, cpus=2.0) == (
         "1 more worker of 2 CPUs each will not fit: the Ray cluster has room for 0, and running workers "
         "hold the rest. Add a node, have an autoscaler add it (--wait-for-nodes), or start the cluster with "
         "--cpus-per-worker 1"
     )
-    assert refusal([{}], 2).endswith("--cpus-per-worker 0.66")
-    assert refusal([{"CPU": 6.0}], 4).endswith("--cpus-per-worker 1")
-    assert refusal([{}, {}], 1).endswith("with fewer CPUs for each (--cpus-per-worker)")
-    assert "2 CPUs and 1 GPU each" in refusal([{"CPU": 8.0}], 1, gpus=1.0)
-
-
-def test_the_room_is_that_of_the_models_own_workers() -> None:
-    report = SupervisorReport(
-        pid=1,
-        code="",
-        replicas=replicas_of(SPEC, 1),
-        cpus_per_worker=4.0,
-        gpus_per_worker=0.0,
-        further_shares={"small": (0.5, 0.0)},
-        at_seconds=0.0,
-    )
-    check_room([{"CPU": 1.0}], report, 2, report.share("small"))
+    assert room([{}], 2, cpus=2.0).endswith("--cpus-per-worker 0.66")
+    assert room([{"CPU": 6.0}], 4, cpus=2.0).endswith("--cpus-per-worker 1")
+    assert room([{}, {}], 1, cpus=2.0).endswith("with fewer CPUs for each (--cpus-per-worker)")
+    assert "2 CPUs and 1 GPU each" in room([{"CPU": 8.0}], 1, cpus=2.0, gpus=1.0)
+    several = report_of(*replicas_of(SPEC, 1), cpus_per_worker=4.0, further_shares={"small": (0.5, 0.0)})
     with pytest.raises(ValueError, match=r"1 more worker of 4 CPUs .* with fewer CPUs for each"):
-        check_room([{"CPU": 1.0}], report, 1, report.share("m"))
+        check_room([{"CPU": 1.0}], several, 1, several.share("m"))
 
 
 @given(cpus=st.integers(1, 64), num_running=st.integers(1, 8), missing=st.integers(1, 8))
 def test_the_share_that_a_refusal_names_lets_all_fit(cpus: int, num_running: int, missing: int) -> None:
-    each = cpus / num_running
-    replicas = replicas_of(SPEC, num_running)
-    report = SupervisorReport(
-        pid=1, code="", replicas=replicas, cpus_per_worker=each, gpus_per_worker=0.0, at_seconds=0.0
-    )
+    report = report_of(*replicas_of(SPEC, num_running), cpus_per_worker=cpus / num_running)
     with pytest.raises(ValueError, match="will not fit") as refused:
         check_room([{}], report, missing, report.share("m"))
     share = float(str(refused.value).rpartition(" ")[2])
     assert 0 < share * (num_running + missing) <= cpus + 1e-6
 
 
-def test_who_counts_and_is_taken_out_is_said_with_the_way_back() -> None:
+def test_what_was_scaled_is_said_in_one_line_with_who_is_taken_out_and_the_way_back() -> None:
     replicas = [Replica(name="router-0", kind="router", phase="draining"), *replicas_of(SPEC, 2)]
     replicas[2].phase = "stopped"
-    report = SupervisorReport(
-        pid=1, code="", replicas=replicas, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
-    )
-    scaled = scaled_of(("worker-0", "worker-1"), report)
+    scaled = scaled_of(("worker-0", "worker-1"), report_of(*replicas))
     assert (scaled.workers, scaled.taken_out) == (("worker-0", "worker-1"), ("worker-1",))
     assert scaled.line() == "nothing to do: 2 workers; worker-1 is taken out (`blockyard restart worker-1`)"
-
-
-def test_what_was_scaled_is_said_in_one_line() -> None:
     same = Scaled(workers=("worker-0",), added=(), removed=())
     assert same.line() == "nothing to do: 1 worker"
     assert replace(same, added=("worker-1",)).line() == "1 worker now; new: worker-1"

@@ -1,12 +1,11 @@
 """Several models of one cluster, without Ray: workers, what routers are told, and what survives the supervisor."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from blockyard.deploy.lifecycle.models import models_of
-from blockyard.deploy.supervision import joining
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
 from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
@@ -16,6 +15,7 @@ from blockyard.deploy.supervision.replicas import (
     is_worker_name,
     model_of,
     number_of,
+    replicas_of,
     worker_config,
     worker_name,
 )
@@ -25,7 +25,9 @@ from blockyard.worker.config import EngineConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .incarnations import SPEC, FakeIncarnations, Outlives, leads, until
+from simulation.virtual_time import in_virtual_time
+
+from .incarnations import SPEC, FakeIncarnations, Outlives, leads, supervised, until
 
 OTHER = ServedModel(model="hub/Other-1.5B", names=("hub/Other-1.5B", "other"), index="hub/Other-1.5B")
 FIRST = ServedModel(model="m", names=("m",))
@@ -36,14 +38,7 @@ def plan_of(model: ServedModel, **settings: object) -> ModelPlan:
     return ModelPlan(served=model, engine=EngineConfig(model=model.model), **given)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-async def supervisor() -> AsyncIterator[FakeIncarnations]:
-    made = FakeIncarnations()
-    await until(lambda: len(made.incarnations) == 1)
-    yield made
-    await made.leave()
-
-
+@supervised
 async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
     supervisor: FakeIncarnations,
 ) -> None:
@@ -54,20 +49,13 @@ async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
         ("hub/Other-1.5B", ("hub-other-1.5b-worker-0", "hub-other-1.5b-worker-1")),
     ]
     await until(lambda: supervisor.router.sent_models[-1] == ("m", "hub/Other-1.5B"))
-    await supervisor.remove_model("hub/Other-1.5B", 7.5)
+    await supervisor.remove_model(OTHER.id, 7.5)
     assert [worker.stopped_with for worker in supervisor.incarnations] == [[], [7.5], [7.5]]
     assert [model.id for model in models_of(await supervisor.report())] == ["m"]
     assert supervisor.router.sent_models[-1] == ("m",)
 
 
-async def test_an_added_model_has_not_the_draft_model_of_the_first() -> None:
-    engine = replace(SPEC.worker.engine, draft_model="small")
-    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives(), leads)
-    await goal.add(goal.plan(OTHER, 1))
-    (added,) = goal.desired.further_models
-    assert (added.engine.model, added.engine.draft_model) == (OTHER.model, None)
-
-
+@supervised
 async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeIncarnations) -> None:
     await supervisor.serve_too(OTHER, 1)
     order: list[str] = []
@@ -82,19 +70,26 @@ async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeI
         return await stopped(*arguments)
 
     supervisor.router.set_models.remote, supervisor.incarnations[1].stop.remote = tell, stop
-    await supervisor.remove_model("hub/Other-1.5B", 0.0)
+    await supervisor.remove_model(OTHER.id, 0.0)
     assert order == ["routers", "workers"]
 
 
+async def served(supervisor: FakeIncarnations) -> list[tuple[str, int]]:
+    """Return each model's id and its number of workers."""
+    return [(model.id, len(model.workers)) for model in models_of(await supervisor.report())]
+
+
+@supervised
 async def test_each_model_scales_alone(supervisor: FakeIncarnations) -> None:
     await supervisor.serve_too(OTHER, 1)
-    await supervisor.scale(2, 0.0, "hub/Other-1.5B")
+    await supervisor.scale(2, 0.0, OTHER.id)
     await supervisor.scale(3, 0.0)
-    assert [len(model.workers) for model in models_of(await supervisor.report())] == [3, 2]
+    assert await served(supervisor) == [("m", 3), (OTHER.id, 2)]
     await supervisor.scale(1, 0.0, "m")
-    assert [len(model.workers) for model in models_of(await supervisor.report())] == [1, 2]
+    assert await served(supervisor) == [("m", 1), (OTHER.id, 2)]
 
 
+@in_virtual_time
 async def test_a_restarted_supervisor_keeps_the_models_and_ends_workers_of_none() -> None:
     first = FakeIncarnations()
     await first.serve_too(OTHER, 1)
@@ -107,6 +102,7 @@ async def test_a_restarted_supervisor_keeps_the_models_and_ends_workers_of_none(
 
 
 @pytest.mark.parametrize(("name", "words"), [("m", "m is the only model"), ("nothing", "'nothing'")])
+@supervised
 async def test_an_unknown_model_and_the_last_one_are_not_removed(
     supervisor: FakeIncarnations, name: str, words: str
 ) -> None:
@@ -115,35 +111,28 @@ async def test_an_unknown_model_and_the_last_one_are_not_removed(
     assert [(model.id, model.serving) for model in models_of(await supervisor.report())] == [("m", 1)]
 
 
-async def test_the_model_that_the_cluster_began_with_is_removed_as_any_other(
+@supervised
+async def test_the_model_that_the_cluster_began_with_is_removed_as_any_other_and_comes_back_as_a_further_one(
     supervisor: FakeIncarnations,
 ) -> None:
     await supervisor.serve_too(OTHER, 1)
     await supervisor.remove_model("m", 7.5)
     assert [worker.stopped_with for worker in supervisor.incarnations] == [[7.5], []]
-    assert [(model.id, len(model.workers)) for model in models_of(await supervisor.report())] == [
-        (OTHER.id, 1)
-    ]
+    assert await served(supervisor) == [(OTHER.id, 1)]
     assert supervisor.router.sent_models[-1] == (OTHER.id,)
     # A scaling without a model means the first of those that are left.
     await supervisor.scale(2, 0.0)
-    assert [len(model.workers) for model in models_of(await supervisor.report())] == [2]
+    assert await served(supervisor) == [(OTHER.id, 2)]
     with pytest.raises(ValueError, match="only model"):
         await supervisor.remove_model(OTHER.id, 0.0)
-
-
-async def test_the_first_model_comes_back_as_a_further_one(supervisor: FakeIncarnations) -> None:
-    await supervisor.serve_too(OTHER, 1)
-    await supervisor.remove_model("m", 0.0)
     await supervisor.serve_too(replace(FIRST, index="m"), 2)
-    assert [(model.id, model.workers) for model in models_of(await supervisor.report())] == [
-        (OTHER.id, ("hub-other-1.5b-worker-0",)),
-        ("m", ("m-worker-0", "m-worker-1")),
-    ]
+    last = models_of(await supervisor.report())[-1]
+    assert (last.id, last.workers) == ("m", ("m-worker-0", "m-worker-1"))
     await supervisor.scale(1, 0.0, "m")
-    assert [len(model.workers) for model in models_of(await supervisor.report())] == [1, 1]
+    assert await served(supervisor) == [(OTHER.id, 2), ("m", 1)]
 
 
+@in_virtual_time
 async def test_a_restarted_supervisor_does_not_bring_back_the_first_model() -> None:
     first = FakeIncarnations()
     await first.serve_too(OTHER, 1)
@@ -156,6 +145,7 @@ async def test_a_restarted_supervisor_does_not_bring_back_the_first_model() -> N
     await second.leave()
 
 
+@in_virtual_time
 async def test_a_restarted_supervisor_ends_the_workers_of_a_first_model_that_was_being_removed() -> None:
     first = FakeIncarnations()
     await first.serve_too(OTHER, 1)
@@ -173,20 +163,28 @@ async def test_a_restarted_supervisor_ends_the_workers_of_a_first_model_that_was
     await second.leave()
 
 
+@supervised
 async def test_two_additions_of_a_model_are_told_apart(supervisor: FakeIncarnations) -> None:
     additions = set()
     for _ in range(2):
         await supervisor.serve_too(OTHER, 1)
-        additions.add(supervisor._goal.models.known(OTHER.id).addition)
+        additions.add(supervisor.plan_update(OTHER.id, None, None).served.addition)
         await supervisor.remove_model(OTHER.id, 0.0)
     assert len(additions) == 2
 
 
-@pytest.mark.parametrize("names", [("m",), ("x", "m")])
-async def test_a_name_that_is_taken_is_refused(supervisor: FakeIncarnations, names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="'m'"):
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [(("m",), "'m'"), (("x", "m"), "'m'"), (("hub/other", "other"), "'other' is the name of an adapter")],
+)
+@supervised
+async def test_a_name_that_a_model_or_an_adapter_has_is_refused(
+    supervisor: FakeIncarnations, names: tuple[str, ...], why: str
+) -> None:
+    supervisor.router.adapters = frozenset({"poem", "other"})
+    with pytest.raises(ValueError, match=why):
         await supervisor.serve_too(ServedModel(model="x", names=names, index=names[0]), 1)
-    assert len((await supervisor.report()).models) == 1
+    assert await served(supervisor) == [("m", 1)]
 
 
 def test_models_with_the_same_names_of_workers_are_refused() -> None:
@@ -212,43 +210,50 @@ def test_the_name_of_a_worker_tells_its_model_and_number(model_id: str, number: 
 def test_a_worker_of_a_further_model_has_its_index_and_engine() -> None:
     spec = replace(SPEC, num_prefill_workers=1)
     config = worker_config(spec.of_model(plan_of(OTHER)), Replica(name="x-worker-0", kind="worker"))
-    assert (config.engine.model, config.index_model, config.model_name) == (
-        OTHER.model,
-        OTHER.index,
-        OTHER.id,
-    )
-    assert config.role == "both"
+    told = (config.engine.model, config.index_model, config.model_name, config.role)
+    assert told == (OTHER.model, OTHER.index, OTHER.id, "both")
+
+
+@pytest.mark.parametrize("num_workers", [2, 5])
+def test_the_first_workers_compute_prompts_whatever_the_scale(num_workers: int) -> None:
+    spec = replace(SPEC, num_prefill_workers=2, worker=replace(SPEC.worker, role="decode"))
+    workers = [one for one in replicas_of(spec, num_workers) if one.kind == "worker"]
+    roles = [worker_config(spec, one).role for one in workers]
+    assert roles == ["prefill"] * 2 + ["decode"] * (num_workers - 2)
+    assert worker_config(SPEC, workers[0]).role == "both"
+
+
+def goal_of(**engine: Any) -> Goal:
+    """Return the goal of a cluster whose first model has this engine."""
+    worker = replace(SPEC.worker, engine=replace(SPEC.worker.engine, **engine))
+    spec = replace(SPEC, worker=worker, num_cpus_per_worker=1.5, num_gpus_per_worker=1.0)
+    return Goal(spec, Outlives(), leads)
 
 
 @pytest.mark.parametrize(
     ("settings", "slots"),
     [({}, (4, 16)), ({"max_loras": 2, "max_lora_rank": 8}, (2, 8)), ({"max_loras": 0}, (0, 16))],
 )
-async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own(
+async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own_and_not_the_first_ones_draft_model(
     settings: dict[str, int], slots: tuple[int, int]
 ) -> None:
-    engine = replace(SPEC.worker.engine, max_loras=4, adapter_dir="/adapters")
-    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives(), leads)
+    goal = goal_of(max_loras=4, adapter_dir="/adapters", draft_model="small")
     await goal.add(goal.plan(OTHER, 1, settings))
     added = next(replica for replica in goal.replicas() if replica.model == OTHER.id)
     found = worker_config(goal.spec_of(added), added).engine
     assert ((found.max_loras, found.max_lora_rank), found.model) == (slots, OTHER.model)
+    assert found.draft_model is None
     (first, *_) = goal.replicas()
     assert worker_config(goal.spec_of(first), first).engine.max_loras == 4
-
-
-async def test_slots_without_a_folder_of_adapters_are_refused_and_nothing_is_added() -> None:
-    goal = Goal(SPEC, Outlives(), leads)
+    without_slots = goal_of()
     with pytest.raises(ValueError, match="--adapter-dir"):
-        goal.plan(OTHER, 1, {"max_loras": 2})
-    assert [model.id for model in goal.models.served] == [FIRST.id]
+        without_slots.plan(OTHER, 1, {"max_loras": 2})
+    assert [model.id for model in without_slots.models.served] == [FIRST.id]
 
 
 async def test_an_added_model_has_settings_and_a_share_of_its_own() -> None:
-    spec = replace(SPEC, num_cpus_per_worker=1.5, num_gpus_per_worker=1.0)
-    goal = Goal(spec, Outlives(), leads)
-    own = {"max_model_len": 99, "draft_model": "small"}
-    plan = goal.plan(OTHER, 1, own)
+    goal = goal_of()
+    plan = goal.plan(OTHER, 1, {"max_model_len": 99, "draft_model": "small"})
     assert (plan.engine.max_model_len, plan.engine.draft_model) == (99, "small")
     assert (plan.num_cpus_per_worker, plan.num_gpus_per_worker) == (1.5, 1.0)
     two_ranks = goal.plan(OTHER, 1, {"tensor_parallel_size": 2})
@@ -260,6 +265,7 @@ async def test_an_added_model_has_settings_and_a_share_of_its_own() -> None:
     assert (goal.spec_of(first).num_ranks, goal.spec_of(first).num_cpus_per_worker) == (1, 1.5)
 
 
+@supervised
 async def test_a_plan_changes_nothing_and_a_report_tells_the_share_of_each_model(
     supervisor: FakeIncarnations,
 ) -> None:
@@ -270,10 +276,10 @@ async def test_a_plan_changes_nothing_and_a_report_tells_the_share_of_each_model
     assert (report.share(OTHER.id), report.share("m")) == ((0.25, 0.0), (1.0, 0.0))
 
 
+@supervised
 async def test_an_addition_fails_where_a_router_goes_on_refusing_the_model_and_the_model_stays(
-    supervisor: FakeIncarnations, monkeypatch: pytest.MonkeyPatch
+    supervisor: FakeIncarnations,
 ) -> None:
-    monkeypatch.setattr(joining, "REFUSED_SECONDS", 0.2)
     supervisor.known = ()
     supervisor.router.refused = {OTHER.id: "no such folder"}
     with pytest.raises(RuntimeError, match=r"router-0 cannot serve hub/Other-1.5B.*no such folder"):
@@ -281,6 +287,7 @@ async def test_an_addition_fails_where_a_router_goes_on_refusing_the_model_and_t
     assert OTHER.id in (await supervisor.report()).models
 
 
+@supervised
 async def test_an_addition_goes_on_where_a_router_refuses_the_model_once(
     supervisor: FakeIncarnations,
 ) -> None:
@@ -293,23 +300,17 @@ async def test_an_addition_goes_on_where_a_router_refuses_the_model_once(
     assert OTHER.id in (await supervisor.report()).models
 
 
-async def test_a_model_may_not_have_the_name_of_an_adapter(supervisor: FakeIncarnations) -> None:
-    supervisor.router.adapters = frozenset({"poem", "other"})
-    with pytest.raises(ValueError, match="'other' is the name of an adapter"):
-        await supervisor.serve_too(OTHER, 1)
-    assert (await supervisor.report()).models == ("m",)
-
-
 def test_models_survive_the_store() -> None:
     plans = (plan_of(replace(OTHER, addition="a1"), num_workers=3),)
     desired = DesiredState(num_workers=2, serves_first=False, further_models=plans)
     assert decoded(encoded(desired)) == desired
 
 
+@supervised
 async def test_a_push_while_a_model_goes_does_not_bring_it_back(supervisor: FakeIncarnations) -> None:
     await supervisor.serve_too(OTHER, 1)
     supervisor.incarnations[1].may_stop.clear()
-    removing = asyncio.create_task(supervisor.remove_model("hub/Other-1.5B", 5.0))
+    removing = asyncio.create_task(supervisor.remove_model(OTHER.id, 5.0))
     await until(lambda: supervisor.incarnations[1].stopped_with == [5.0])
     sent = len(supervisor.router.sent_models)
     supervisor._changed.set()
@@ -320,6 +321,7 @@ async def test_a_push_while_a_model_goes_does_not_bring_it_back(supervisor: Fake
 
 
 @pytest.mark.parametrize("model", ["m", "hub/Other-1.5B"])
+@supervised
 async def test_an_update_serves_a_model_from_other_workers_before_its_own_end(
     supervisor: FakeIncarnations, model: str
 ) -> None:
@@ -351,10 +353,10 @@ async def test_an_update_serves_a_model_from_other_workers_before_its_own_end(
 
 
 @pytest.mark.parametrize("fault", ["does not start", "cannot serve"])
+@supervised
 async def test_an_update_that_fails_leaves_the_model_as_it_was(
-    supervisor: FakeIncarnations, monkeypatch: pytest.MonkeyPatch, fault: str
+    supervisor: FakeIncarnations, fault: str
 ) -> None:
-    monkeypatch.setattr(joining, "REFUSED_SECONDS", 0.1)
     await supervisor.serve_too(OTHER, 1)
     before = models_of(await supervisor.report())
     desired = decoded(supervisor.left.desired or b"")
@@ -372,6 +374,7 @@ async def test_an_update_that_fails_leaves_the_model_as_it_was(
     assert [model.serving for model in models_of(await supervisor.report())] == [2, 1]
 
 
+@in_virtual_time
 async def test_a_supervisor_that_died_during_an_update_ends_its_workers() -> None:
     first = FakeIncarnations()
     await until(lambda: len(first.incarnations) == 1)
@@ -387,6 +390,7 @@ async def test_a_supervisor_that_died_during_an_update_ends_its_workers() -> Non
     await asyncio.gather(updating, return_exceptions=True)
 
 
+@supervised
 async def test_of_two_updates_of_one_model_at_once_the_second_is_refused(
     supervisor: FakeIncarnations,
 ) -> None:
