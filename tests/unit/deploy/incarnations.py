@@ -67,8 +67,17 @@ class Remote:
         self.remote = call
 
 
+class Actor:
+    """An object whose method `_name` is called by `name.remote`, as those of Ray's actors are."""
+
+    def __getattr__(self, name: str) -> Remote:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Remote(getattr(self, f"_{name}"))
+
+
 @dataclass(eq=False)
-class Worker:
+class Worker(Actor):
     """A worker's actor as far as the supervisor calls it."""
 
     incarnation: str
@@ -87,13 +96,6 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.may_stop.set()
-        self.is_draining = Remote(self._is_draining)
-        self.stop = Remote(self._stop)
-        self.whereabouts = Remote(self._whereabouts)
-        self.fetch_model = Remote(self._fetch_model)
-        self.start = Remote(self._start)
-        self.until_stopped = Remote(self._until_stopped)
-        self.changed_files = Remote(self._changed_files)
 
     async def _whereabouts(self) -> tuple[str, int]:
         return NODE, PID
@@ -127,7 +129,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Router:
+class Router(Actor):
     """A router's actor: it records the workers' addresses, and sends requests to the incarnations of `ready`."""
 
     ready: Callable[[], tuple[str, ...]]
@@ -143,14 +145,6 @@ class Router:
     """Number of answers in which it named such models."""
     adapters: frozenset[str] = frozenset()
     """Names of adapters that it knows."""
-
-    def __post_init__(self) -> None:
-        self.refused_models = Remote(self._refused_models)
-        self.refused_workers = Remote(self._refused_workers)
-        self.adapter_names = Remote(self._adapter_names)
-        self.set_workers = Remote(self._set_workers)
-        self.set_models = Remote(self._set_models)
-        self.ready_incarnations = Remote(self._ready_incarnations)
 
     async def _set_workers(
         self, addresses: dict[str, list[str]], models: Sequence[ServedModel], epoch: int

@@ -175,7 +175,7 @@ def test_a_desired_state_comes_back_as_it_was_stored() -> None:
 def room(
     free: list[dict[str, float]], missing: int, *, cpus: float = 1.0, gpus: float = 0.0, other: str = ""
 ) -> str:
-    """Return why so many more workers do not fit beside one that runs, or nothing. A worker of another model has half a CPU."""
+    """Return why so many more workers do not fit beside one that runs, or nothing."""
     further = {"small": (0.5, 0.0)} if other else {}
     shares = {"cpus_per_worker": cpus, "gpus_per_worker": gpus, "further_shares": further}
     report = report_of(*replicas_of(SPEC, 1), **shares)

@@ -44,13 +44,10 @@ def test_each_further_model_option_adds_a_model(typed: list[str], means: list[st
     assert with_further_models(typed) == means
 
 
-def test_one_model_is_served_as_ever() -> None:
+def test_one_model_is_served_as_ever_and_further_ones_have_names_and_indexes_of_their_own() -> None:
     (only,) = options().served_models
     assert (only.id, only.names, only.index) == ("hub/first", ("hub/first", "first"), "")
     assert options().each_model() == [options(model_names=("hub/first", "first"))]
-
-
-def test_further_models_have_names_and_indexes_of_their_own() -> None:
     first, demo, other = options("demo", "hub/other@v1").served_models
     assert (first.index, demo.index, other.index) == ("", "demo", "hub/other")
     assert (demo.model, demo.names) == (DEMO, ("demo",))
@@ -78,16 +75,13 @@ def test_bad_names_are_refused(further: tuple[str, ...]) -> None:
         options(*further)
 
 
-def test_the_workers_of_all_models_share_the_cpus() -> None:
+def test_the_workers_of_all_models_share_the_cpus_and_the_supervisor_starts_those_of_each() -> None:
     shape = shape_of(options("demo"), (8.0,), 0.0)
     assert (shape.num_workers, shape.num_cpus, shape.all_workers) == (1, 4.0, 2)
     with pytest.raises(RuntimeError, match="2 workers of 6 CPUs each"):
         shape_of(options("demo", cpus_per_worker=6.0), (8.0,), 0.0)
     with_gpus = shape_of(options("demo"), (64.0,), 8.0)
     assert (with_gpus.num_workers, with_gpus.num_gpus) == (4, 1.0)
-
-
-def test_the_supervisor_starts_workers_of_each_model() -> None:
     wanted = options("demo", num_workers=2)
     cluster = ClusterState(cluster="c", model="", secret="s", directory="/tmp")
     spec = spec_of(cluster, wanted, shape_of(wanted, (8.0,), 0.0))
@@ -137,13 +131,8 @@ def test_own_settings_with_which_an_added_model_cannot_be_served_are_refused(
 ) -> None:
     cluster = ClusterState(cluster="c", model="demo", secret="s", head=HeadState(session=1, processes=()))
     engine = EngineConfig(model=DEMO, device="cpu")
-    plan = ModelPlan(
-        served=further_model("demo"),
-        engine=engine,
-        num_workers=1,
-        num_cpus_per_worker=1.0,
-        num_gpus_per_worker=0.0,
-    )
+    shares = {"num_workers": 1, "num_cpus_per_worker": 1.0, "num_gpus_per_worker": 0.0}
+    plan = ModelPlan(served=further_model("demo"), engine=engine, **shares)  # type: ignore[arg-type]
     models._check(plan, cluster, lambda progress: None)
     with pytest.raises(ValueError, match=words):
         models._check(replace(plan, engine=replace(engine, **own)), cluster, lambda progress: None)
@@ -160,23 +149,9 @@ def test_own_settings_are_those_that_were_given_and_no_variable_of_up_gives_one(
     def command(**values: Any) -> None:
         found.update(own_engine_settings(values), left=values)
 
-    given = [
-        "--max-model-len",
-        "64",
-        "--kv-cache-memory",
-        "2GiB",
-        "--max-loras",
-        "0",
-        "--draft-model",
-        "demo",
-    ]
-    assert CliRunner().invoke(command, given).exit_code == 0
-    assert found == {
-        "max_model_len": 64,
-        "kv_cache_memory": 2**31,
-        "max_loras": 0,
-        "draft_model": DEMO,
-        "left": {},
-    }
+    given = "--max-model-len 64 --kv-cache-memory 2GiB --max-loras 0 --draft-model demo"
+    assert CliRunner().invoke(command, given.split()).exit_code == 0
+    own = {"max_model_len": 64, "kv_cache_memory": 2**31, "max_loras": 0, "draft_model": DEMO}
+    assert found == {**own, "left": {}}
     refused = CliRunner().invoke(command, ["--gpu-memory-utilization", "1.5"])
     assert (refused.exit_code, "--gpu-memory-utilization" in refused.output) == (2, True)

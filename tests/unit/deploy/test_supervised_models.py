@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from simulation.virtual_time import in_virtual_time
 
-from .incarnations import SPEC, FakeIncarnations, Outlives, leads, supervised, until
+from .incarnations import SPEC, FakeIncarnations, Outlives, Remote, leads, supervised, until
 
 OTHER = ServedModel(model="hub/Other-1.5B", names=("hub/Other-1.5B", "other"), index="hub/Other-1.5B")
 FIRST = ServedModel(model="m", names=("m",))
@@ -69,7 +69,7 @@ async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeI
         order.append("workers")
         return await stopped(*arguments)
 
-    supervisor.router.set_models.remote, supervisor.incarnations[1].stop.remote = tell, stop
+    supervisor.router.set_models, supervisor.incarnations[1].stop = Remote(tell), Remote(stop)  # type: ignore[attr-defined]
     await supervisor.remove_model(OTHER.id, 0.0)
     assert order == ["routers", "workers"]
 
