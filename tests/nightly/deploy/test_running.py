@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.deploy.demo.__main__ import alone_line
 from blockyard.deploy.demo.prompts import DEMO_GROUPS
-from blockyard.deploy.demo.traffic import chats_of, time_alone
+from blockyard.deploy.demo.traffic import LatencyAlone, chats_of, time_alone
 from blockyard.deploy.requests.waiting_messages import SILENCE_SECONDS
 from blockyard.router.client import BlockyardError, Client
 
@@ -288,6 +289,9 @@ async def test_a_request_alone_is_timed_with_and_without_its_prompt_in_the_cache
     assert alone is not None
     assert 200 < alone.cached_tokens < alone.prompt_tokens
     assert min(alone.new_seconds, alone.cached_seconds) > 0
+    told = LatencyAlone(new_seconds=0.064, cached_seconds=0.0144, prompt_tokens=283, cached_tokens=272)
+    line = "after 64 ms with nothing cached, after 14 ms with 272 of its 283 prompt tokens cached"
+    assert line in alone_line(told)
 
 
 def test_following_shows_what_comes_and_new_processes_until_ctrl_c(home: Path, tmp_path: Path) -> None:

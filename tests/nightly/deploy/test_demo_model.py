@@ -92,14 +92,10 @@ def share_of_lines_that_tokenize(code: str) -> float:
     return good / len(lines)
 
 
-def test_checkpoint_is_at_most_8_megabytes() -> None:
+def test_the_checkpoint_is_a_small_llama_of_at_most_8_megabytes() -> None:
     sizes = {path.name: path.stat().st_size for path in CHECKPOINT.iterdir()}
-    print(sizes, sum(sizes.values()))
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= sizes.keys()
     assert sum(sizes.values()) <= 8_000_000
-
-
-def test_model_is_a_llama_of_2_to_5_million_parameters() -> None:
     model = load_model()
     assert type(model) is LlamaForCausalLM
     assert 2e6 <= model.num_parameters() <= 5e6
@@ -115,18 +111,12 @@ def test_tokenizer_round_trips_any_text(text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_template_renders_chatml() -> None:
-    rendered = load_tokenizer().apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+def test_the_template_renders_chatml_and_refuses_an_unknown_role() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    rendered = load_tokenizer().apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_template_refuses_an_unknown_role() -> None:
     with pytest.raises(jinja2.TemplateError, match="Unknown role critic"):
         load_tokenizer().apply_chat_template([{"role": "critic", "content": "4"}], tokenize=False)
 
@@ -140,7 +130,6 @@ def test_control_tokens_are_one_id_each_and_end_a_generation() -> None:
     assert generation.eos_token_id == [2, 0]
 
 
-@pytest.mark.slow
 def test_training_chats_are_encoded_as_the_template_renders_them() -> None:
     tokenizer, maker = load_tokenizer(), ChatMaker(load_corpus(), Random(1))
     for chat in (maker.next_chat() for _ in range(50)):
@@ -153,7 +142,6 @@ def test_training_chats_are_encoded_as_the_template_renders_them() -> None:
         assert tokenizer.decode(learnt) == "".join(said)
 
 
-@pytest.mark.slow
 def test_equal_seeds_give_equal_batches() -> None:
     first, second, other = (WindowMaker(load_small_corpus(), load_tokenizer(), seed) for seed in (3, 3, 4))
     for maker in (first, second, other):
@@ -163,7 +151,6 @@ def test_equal_seeds_give_equal_batches() -> None:
     assert not torch.equal(ids, others)
 
 
-@pytest.mark.slow
 def test_resumed_training_takes_the_same_steps(tmp_path: Path) -> None:
     def fresh() -> Training:
         torch.manual_seed(5)
@@ -187,7 +174,6 @@ def test_export_is_loaded_as_the_same_model(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == load_tokenizer().chat_template
 
 
-@pytest.mark.ci
 def test_held_out_modules_are_in_no_training_text() -> None:
     corpus = load_corpus()
     assert all(name not in corpus.headers for name in HELD_OUT_MODULES)
@@ -195,15 +181,12 @@ def test_held_out_modules_are_in_no_training_text() -> None:
     assert not any("def heappushpop" in document for document in corpus.documents)
 
 
-@pytest.mark.slow
 def test_held_out_perplexity_is_as_measured() -> None:
     held_out_ids = encode_documents(load_tokenizer(), (load_corpus().held_out,))
     perplexity = math.exp(held_out_loss(load_model(), held_out_ids))
-    print(f"perplexity {perplexity:.1f} a token on {len(held_out_ids)} held-out tokens")
     assert perplexity < MAX_HELD_OUT_PERPLEXITY
 
 
-@pytest.mark.slow
 def test_a_full_context_predicts_almost_as_well_as_a_short_one() -> None:
     """The same tokens, read after 1792 others and after 256: measured 0.08 nats apart."""
     ids = encode_documents(load_tokenizer(), (load_corpus().held_out,))
@@ -217,14 +200,12 @@ def test_a_full_context_predicts_almost_as_well_as_a_short_one() -> None:
         return losses.mean(dim=1)
 
     added = losses_at_end(2048) - losses_at_end(512)
-    print(f"nats added by a full context: {added.tolist()}")
     assert added.median().item() < 0.2
 
 
 def test_greedy_continuation_of_def_is_python() -> None:
     # Without the blank behind: in source that blank belongs to the name's token, so "def " is no prefix of it.
     code = "def" + greedy("def", 120)
-    print(code)
     words = set(code.replace("(", " ").replace(":", " ").split())
     assert len(words & set(keyword.kwlist)) >= 3
     assert share_of_lines_that_tokenize(code) >= 0.7
@@ -233,12 +214,10 @@ def test_greedy_continuation_of_def_is_python() -> None:
 @pytest.mark.parametrize("group", DEMO_GROUPS, ids=lambda group: group.name)
 def test_each_demo_group_shares_200_to_500_tokens(group: DemoGroup) -> None:
     num_tokens = len(load_tokenizer()(group.system_prompt).input_ids)
-    print(group.name, num_tokens)
     assert 200 <= num_tokens <= 500
     assert len(group.questions) == len(set(group.questions)) == 6
 
 
-@pytest.mark.ci
 def test_demo_questions_are_answered_with_the_definition_asked_for() -> None:
     """Measured: 24 of 24 are definitions in the style the system prompt wants, 22 have the name asked for."""
     num_definitions = num_named = num_styled = 0
@@ -252,7 +231,6 @@ def test_demo_questions_are_answered_with_the_definition_asked_for() -> None:
             num_styled += answer.startswith("```python") == (
                 "in a fenced python block" in group.system_prompt
             )
-    print(f"{num_definitions} definitions, {num_named} named as asked, {num_styled} in the style asked for")
     assert num_definitions == 24
     assert num_named >= 18
     assert num_styled >= 22
