@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 from blockyard.router.client import Client
 
-from .rig import eventually, processes
+from tests.system.harness import eventually
+from tests.system.processes import processes
 
 ENGINE = ("--device", "cpu", "--kv-cache-memory", str(36 * 2**20))
 
