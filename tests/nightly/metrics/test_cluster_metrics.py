@@ -19,18 +19,13 @@ from blockyard.proto.metrics.readings import Kind
 from blockyard.proto.metrics.table import METRICS, ROUTER_METRICS, WORKER_METRICS
 from blockyard.router.client import Completion, InvalidRequestError
 
-from tests.unit.metrics.borrowed import UP, Cluster, Command, eventually, remembered_state
-from tests.unit.metrics.grafana import healthy_grafana
-from tests.unit.metrics.prometheus import Prometheus, free_address, prometheus
-from tests.unit.metrics.promtool import needs_prometheus
+from tests.system.harness import UP, Cluster, Command, eventually, remembered_state
 
-pytestmark = [
-    pytest.mark.ci,
-    pytest.mark.cluster,
-    pytest.mark.ray,
-    needs_prometheus,
-    pytest.mark.timeout(600),
-]
+from .grafana import healthy_grafana
+from .prometheus import Prometheus, free_address, prometheus
+from .promtool import needs_prometheus
+
+pytestmark = [needs_prometheus, pytest.mark.timeout(600)]
 
 SCRAPED_SECONDS = 60.0
 """Ray reports each second, Prometheus asks each second; ten times that, and more."""

@@ -16,9 +16,10 @@ from blockyard.proto.metrics.readings import Kind, Metric
 from blockyard.proto.metrics.table import ROUTER_METRICS, WORKER_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.metrics.borrowed import eventually
-from tests.unit.metrics.prometheus import prometheus
-from tests.unit.metrics.promtool import needs_prometheus
+from tests.system.harness import eventually
+
+from .prometheus import prometheus
+from .promtool import needs_prometheus
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
 COMMANDS = {
@@ -76,7 +77,6 @@ def labels_of(metric: Metric) -> set[str]:
     return ({metric.label} if metric.label else set()) | ({"le"} if metric.kind is Kind.HISTOGRAM else set())
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["router", "worker"])
 def test_all_of_the_table_is_served_with_its_kind_and_labels_from_the_start(kind: str) -> None:
     with process(kind) as url:
@@ -91,7 +91,6 @@ def test_all_of_the_table_is_served_with_its_kind_and_labels_from_the_start(kind
         assert all(whose.items() <= sample.labels.items() for sample in family.samples)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["router", "worker"])
 def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
     with process(kind, "--metrics-names", "vllm") as url:
@@ -108,7 +107,6 @@ def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
             assert len(theirs.samples) == len(ours.samples)
 
 
-@pytest.mark.ci
 def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
     """The names are those in vLLM's source; clients query the same."""
     with process("router", "--metrics-names", "vllm") as url:
@@ -132,7 +130,6 @@ def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
     assert "\nvllm:num_preemptions_total{" in text
 
 
-@pytest.mark.ci
 @needs_prometheus
 def test_promtool_finds_nothing_to_lint() -> None:
     with process("worker") as url:
@@ -143,7 +140,6 @@ def test_promtool_finds_nothing_to_lint() -> None:
     assert judged.returncode == 0, judged.stderr
 
 
-@pytest.mark.ci
 @needs_prometheus
 def test_prometheus_scrapes_a_process_without_ray_under_the_same_names(tmp_path: Path) -> None:
     with process("worker") as url, prometheus(tmp_path, plain=[url.split("/")[2]]) as asked:
@@ -151,7 +147,6 @@ def test_prometheus_scrapes_a_process_without_ray_under_the_same_names(tmp_path:
         assert [labels["worker"] for labels, _ in asked.vector("blockyard_blocks_free")] == ["w7"]
 
 
-@pytest.mark.ci
 def test_a_port_that_cannot_be_had_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

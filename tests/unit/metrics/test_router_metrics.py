@@ -11,10 +11,10 @@ from blockyard.router.generation.metrics import TenantCounts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .borrowed import (
+from tests.unit.router.fake_worker import Script
+from tests.unit.router.rig import (
     FOREVER,
     Router,
-    Script,
     is_idle,
     reason_of,
     refused,
@@ -193,7 +193,6 @@ async def test_a_refused_call_says_grpcs_code_and_the_counter_our_reason() -> No
         await readings_once(router, {reason_of(error): 1})
 
 
-@pytest.mark.ci
 async def test_a_prefetch_counts_its_prompt_but_no_time_to_a_first_token() -> None:
     async with running_router() as router, router.workers(worker_of_model("w0")):
         answer = await router.inference.Generate(request(prefetch=True))

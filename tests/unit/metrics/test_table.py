@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Readings, numbers
+from blockyard.proto.metrics.ray import increase
+from blockyard.proto.metrics.readings import Distribution, Histogram, Kind, Metric, Readings, numbers
 from blockyard.proto.metrics.table import (
     METRICS,
     OTHER_TENANTS,
@@ -20,8 +21,12 @@ from blockyard.router.generation.metrics import CANCELLED, OK
 from blockyard.router.openai.http.errors import HttpRefusal
 from blockyard.worker.engine_types import EngineLoad
 from blockyard.worker.metrics import worker_readings
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as Reference
 
-from .borrowed import running_router, until
+from tests.unit.router.rig import running_router, until
 
 MOST_SERIES, MOST_SERIES_WITH_VLLMS = 360, 510
 """Bounds on the series of one router: its use does not add to them."""
@@ -124,3 +129,36 @@ def test_more_values_than_a_label_may_have_are_refused() -> None:
     assert numbers(metric, {"a": 1, "b": 2}) == [("a", 1.0), ("b", 2.0)]
     with pytest.raises(ValueError, match="at most 32 of tenant, not 33"):
         numbers(metric, {str(number): 1 for number in range(33)})
+
+
+METRIC = Metric(name="x", kind=Kind.HISTOGRAM, unit="seconds", meaning="x", buckets=(0.1, 0.5, 1.0, 10.0))
+
+
+@given(st.lists(st.sampled_from((0.0, 0.1, 0.5, 10.0)) | st.floats(0, 100)))
+def test_buckets_count_and_sum_equal_those_of_the_client_library(values: list[float]) -> None:
+    registry = CollectorRegistry()
+    ours, reference = Histogram(METRIC), Reference("x", "x", buckets=METRIC.buckets, registry=registry)
+    for value in values:
+        ours.observe(value)
+        reference.observe(value)
+    read = ours.read()
+    bounds = [*map(str, METRIC.buckets), "+Inf"]
+    assert read.cumulative == tuple(registry.get_sample_value("x_bucket", {"le": le}) for le in bounds)
+    assert (read.sum, read.count) == (registry.get_sample_value("x_sum"), len(values))
+
+
+def test_what_was_read_stays_as_it_was() -> None:
+    histogram = Histogram(METRIC)
+    read = histogram.read()
+    histogram.observe(0.2)
+    assert (read.count, histogram.read().count) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("exported", "number", "added"), [(0, 5, 5), (5, 7, 2), (5, 5, 0), (5, 2, 2), (5, 0, 0)]
+)
+def test_a_counter_that_began_anew_goes_on_from_its_exported_value(
+    exported: float, number: float, added: float
+) -> None:
+    """A model that was removed and added again counts from 0."""
+    assert increase(exported, number) == added

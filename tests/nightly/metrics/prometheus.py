@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .borrowed import eventually
+from tests.system.harness import eventually
+
 from .promtool import GRAFANA
 
 START_SECONDS = 60.0
