@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 from blockyard.deploy.demo.prompts import DEMO_GROUPS
 from blockyard.deploy.grafana import dashboard
-from blockyard.deploy.grafana.panels import ROWS
 from blockyard.proto.metrics.prometheus import bounds
 from blockyard.proto.metrics.readings import Kind
 from blockyard.proto.metrics.table import METRICS, ROUTER_METRICS, WORKER_METRICS
 from blockyard.router.client import Completion, InvalidRequestError
 
 from tests.system.harness import UP, Cluster, Command, eventually, remembered_state
+from tests.unit.metrics.tables import EXPRESSIONS
 
 from .grafana import healthy_grafana
 from .prometheus import Prometheus, free_address, prometheus
@@ -199,17 +200,11 @@ def test_every_question_of_the_dashboard_is_answered(watched: Watched, answers: 
     assert watched.settles('sum(blockyard_requests_total{outcome="OK"})', len(answers))
     with watched.cluster.client() as client:
         client.generate("import os\n", max_tokens=8, ignore_eos=True)
-    asked = {
-        expression.replace("$__rate_interval", "10m")
-        .replace("$cluster", "metrics")
-        .replace("$model", ".*")
-        .replace("$worker", ".*")
-        .replace("$router", ".*")
-        for row in ROWS
-        for panel in row.panels
-        for expression, _ in panel.queries
-    }
-    silent = (
+    variables = {"$__rate_interval": "10m", "$cluster": "metrics"}
+    variables |= dict.fromkeys(("$model", "$worker", "$router"), ".*")
+    pattern = re.compile("|".join(map(re.escape, variables)))
+    asked = {pattern.sub(lambda found: variables[found[0]], expression) for expression in EXPRESSIONS}
+    silent = [
         "preemptions",
         "evictions",
         "stale_blocks",
@@ -218,7 +213,7 @@ def test_every_question_of_the_dashboard_is_answered(watched: Watched, answers: 
         "pulled",
         "lent",
         "router_pull",
-    )
+    ]
     wanted = {expression for expression in asked if not any(name in expression for name in silent)}
 
     def empty() -> set[str]:

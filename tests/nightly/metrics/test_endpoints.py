@@ -22,22 +22,10 @@ from .prometheus import prometheus
 from .promtool import needs_prometheus
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
+OF_BOTH = ("--model", str(MODEL), "--cluster", "c7", "--model-name", "m7")
 COMMANDS = {
-    "router": [
-        *("--model", str(MODEL), "--router-id", "r7", "--metrics-port", "0"),
-        *("--cluster", "c7", "--model-name", "m7", "alias"),
-    ],
-    "worker": [
-        "--model",
-        str(MODEL),
-        "--worker-id",
-        "w7",
-        *("--cluster", "c7", "--model-name", "m7"),
-        "--engine",
-        "simulated",
-        "--kv-cache-memory",
-        str(8 * 2**20),
-    ],
+    "router": [*OF_BOTH, "alias", "--router-id", "r7", "--metrics-port", "0"],
+    "worker": [*OF_BOTH, "--worker-id", "w7", "--engine", "simulated", "--kv-cache-memory", str(8 * 2**20)],
 }
 TABLES = {"router": ROUTER_METRICS, "worker": WORKER_METRICS}
 
@@ -109,20 +97,16 @@ def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
 
 def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
     """The names are those in vLLM's source; clients query the same."""
+    names = (
+        *("num_requests_running{", "num_requests_waiting{", "time_to_first_token_seconds_bucket{"),
+        *("prompt_tokens_total{", "generation_tokens_total{", "prefix_cache_hits_total{"),
+        *("prefix_cache_queries_total{", "e2e_request_latency_seconds_sum{"),
+        "inter_token_latency_seconds_count{",
+    )
     with process("router", "--metrics-names", "vllm") as url:
         assert eventually(lambda: "vllm:num_requests_running" in page(url), seconds=30.0)
         text = page(url)
-    for series in (
-        *(
-            "vllm:num_requests_running{",
-            "vllm:num_requests_waiting{",
-            "vllm:time_to_first_token_seconds_bucket{",
-        ),
-        *("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{", "vllm:prefix_cache_hits_total{"),
-        *("vllm:prefix_cache_queries_total{", "vllm:e2e_request_latency_seconds_sum{"),
-        "vllm:inter_token_latency_seconds_count{",
-    ):
-        assert f"\n{series}" in text, series
+    assert [name for name in names if f"\nvllm:{name}" not in text] == []
     assert re.search(r'\nvllm:request_success_total\{[^}]*finished_reason="stop"', text)
     with process("worker", "--metrics-names", "vllm") as url:
         text = page(url)
@@ -131,18 +115,11 @@ def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
 
 
 @needs_prometheus
-def test_promtool_finds_nothing_to_lint() -> None:
-    with process("worker") as url:
-        text = page(url)
-    judged = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
-    )
-    assert judged.returncode == 0, judged.stderr
-
-
-@needs_prometheus
-def test_prometheus_scrapes_a_process_without_ray_under_the_same_names(tmp_path: Path) -> None:
+def test_prometheus_lints_and_scrapes_a_process_without_ray_under_the_same_names(tmp_path: Path) -> None:
     with process("worker") as url, prometheus(tmp_path, plain=[url.split("/")[2]]) as asked:
+        lint = ["promtool", "check", "metrics"]
+        judged = subprocess.run(lint, input=page(url), capture_output=True, text=True, timeout=60)
+        assert judged.returncode == 0, judged.stderr
         assert eventually(lambda: bool(asked.vector("blockyard_blocks_free")), seconds=30.0)
         assert [labels["worker"] for labels, _ in asked.vector("blockyard_blocks_free")] == ["w7"]
 
