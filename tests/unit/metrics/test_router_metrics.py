@@ -5,7 +5,11 @@ import asyncio
 import grpc
 import pytest
 from blockyard.proto.metrics.readings import Distribution, Readings
-from blockyard.proto.v1 import session_pb2
+from blockyard.proto.metrics.table import MOST_TENANTS, OTHER_TENANTS
+from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.router.generation.metrics import TenantCounts
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.router.fake_worker import Script
 from tests.unit.router.rig import (
@@ -87,6 +91,51 @@ async def test_a_tenants_requests_tokens_and_refusals_are_his() -> None:
         assert reason_of(await refused(router.inference.Generate(request(), **of("acme")))) == "OVERLOADED"
         running.cancel()
         await until(lambda: is_idle(router))
+        readings = await readings_once(
+            router, {"OK": 2, "INVALID_REQUEST": 1, "OVERLOADED": 1, "CANCELLED": 1}
+        )
+    prompt = answer.outputs[0].finish.usage.prompt_tokens
+    assert readings["tenant_requests"] == {"other": 1, "acme": 3, "globex": 1}
+    assert readings["tenant_refusals"] == {"other": 0, "acme": 1, "globex": 0}
+    assert readings["tenant_prompt_tokens"] == {"other": prompt, "acme": prompt, "globex": prompt}
+    generated = readings["tenant_generated_tokens"]
+    assert isinstance(generated, dict)
+    assert (generated["other"], generated["acme"]) == (TOKENS, TOKENS)
+    assert sum(generated.values()) == readings["router_generated_tokens"]
+    assert distribution(readings, "request_generated_tokens").sum == readings["router_generated_tokens"]
+
+
+@given(st.lists(st.integers(0, 60).map(lambda number: f"tenant-{number}" if number else "")))
+def test_tenants_are_at_most_so_many_and_their_sum_is_all(tenants: list[str]) -> None:
+    counts = TenantCounts()
+    for tenant in tenants:
+        counts.of("never-served").refusals += 1
+        counts.served(tenant).requests += 1
+    assert not tenants or "never-served" not in counts.readings()["tenant_refusals"]
+    read = counts.readings()["tenant_requests"]
+    assert isinstance(read, dict)
+    assert len(read) <= MOST_TENANTS
+    assert sum(read.values()) == len(tenants)
+    first = list(dict.fromkeys(filter(None, tenants)))[: MOST_TENANTS - 1]
+    assert read == {OTHER_TENANTS: len(tenants) - sum(map(tenants.count, first))} | {
+        tenant: tenants.count(tenant) for tenant in first
+    }
+
+
+async def test_every_end_is_counted_once_by_its_reason() -> None:
+    worker = worker_of_model("w0", script=lambda submit: Script(step_seconds=STEP_SECONDS))
+    async with running_router(max_requests=2) as router, router.workers(worker):
+        await refused(router.inference.Generate(request(model="another")))
+        await refused(router.inference.Generate(request(sampling={"temperature": -1.0})))
+        streams = [
+            router.inference.GenerateStream(request(sampling=FOREVER, request_id=name)) for name in "ab"
+        ]
+        for stream in streams:
+            await stream.read()
+        assert reason_of(await refused(router.inference.Generate(request()))) == "OVERLOADED"
+        streams[0].cancel()
+        await router.inference.Abort(inference_pb2.AbortRequest(request_id="b"))
+        await until(lambda: is_idle(router))
         ends = ("MODEL_NOT_FOUND", "INVALID_REQUEST", "OVERLOADED", "CANCELLED", "ABORTED")
         readings = await readings_once(router, dict.fromkeys(ends, 1))
     assert distribution(readings, "request_seconds").count == 0, "only what ended well has a time"
@@ -148,10 +197,6 @@ async def test_a_prefetch_counts_its_prompt_but_no_time_to_a_first_token() -> No
         readings = await readings_once(router, {"OK": 1})
     assert readings["router_prompt_tokens"] == answer.finish.usage.prompt_tokens > 0
     assert (readings["router_generated_tokens"], readings["outputs"]) == (0, {"length": 1})
-    for name in (
-        "time_to_first_token_seconds",
-        "prefill_seconds",
-        "decode_seconds",
-        "request_generated_tokens",
-    ):
-        assert distribution(readings, name).count == 0
+    for name in ("time_to_first_token", "prefill", "decode"):
+        assert distribution(readings, f"{name}_seconds").count == 0
+    assert distribution(readings, "request_generated_tokens").count == 0
