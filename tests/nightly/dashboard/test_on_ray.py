@@ -22,9 +22,9 @@ from blockyard.router.admission.token_entries import new_token
 from blockyard.router.client import Client
 from ray._private.authentication.authentication_constants import AUTHENTICATION_TOKEN_COOKIE_NAME
 
-from tests.unit.dashboard.browser import open_browser
-from tests.unit.dashboard.onlooker import keep_picture
-from tests.unit.dashboard.ray_rig import (
+from .browser import open_browser
+from .onlooker import keep_picture
+from .ray_rig import (
     SIMULATED,
     Command,
     dashboard_of,
@@ -36,7 +36,6 @@ from tests.unit.dashboard.ray_rig import (
     stored,
 )
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 IS_RAY_2_52 = version("ray").startswith("2.52.")
 
 DEAD_SECONDS = 50.0
@@ -264,7 +263,6 @@ def test_on_a_joined_cluster_the_page_finds_what_up_has_placed_and_forgets_it_af
         assert stored(head.address, token_path) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.xfail(IS_RAY_2_52, reason="Ray asks for the log without its token there", strict=True)
 def test_on_a_head_without_our_hook_the_logs_tab_shows_the_map(tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="plain")
@@ -310,10 +308,10 @@ start_hook.wraps = None
 @pytest.mark.parametrize(
     ("how", "status"),
     [
-        pytest.param("its import fails", 404, marks=pytest.mark.slow),
-        pytest.param("its page is broken", 500, marks=pytest.mark.slow),
+        ("its import fails", 404),
+        ("its page is broken", 500),
         ("its page hangs", None),
-        pytest.param("its hook is broken", 404, marks=pytest.mark.slow),
+        ("its hook is broken", 404),
     ],
 )
 def test_a_head_comes_up_and_its_dashboard_answers_although(

@@ -10,8 +10,9 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 
 from tests.system.processes import MODEL
-from tests.unit.dashboard.browser import Browser
-from tests.unit.dashboard.onlooker import (
+
+from .browser import Browser
+from .onlooker import (
     PICTURES_VARIABLE,
     SYSTEM_PROMPT,
     busiest,
@@ -20,11 +21,13 @@ from tests.unit.dashboard.onlooker import (
     fill,
     keep_picture,
     running,
+    screen_of,
     shown,
+    told_of_placement,
 )
-from tests.unit.dashboard.stage import SIMULATED, Processes, Stage, announcement_of, processes, staged
+from .stage import SIMULATED, Processes, Stage, announcement_of, processes, staged
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_the_numbers_on_the_page_are_those_of_get_block_pool(page: Browser, cluster: Processes) -> None:
@@ -50,6 +53,15 @@ async def test_the_numbers_on_the_page_are_those_of_get_block_pool(page: Browser
     assert page.complaints == []
 
 
+async def test_what_one_points_at_says_what_it_is_and_one_model_has_no_table_of_models(page: Browser) -> None:
+    silent = "[...document.querySelectorAll('.tile, .figures div')].filter((e) => !e.title)"
+    assert await page.evaluate(f"{silent}.map((e) => e.textContent)") == []
+    told = await page.evaluate("document.querySelector('.top a').title")
+    assert "`blockyard status` names the file" in told, "the link to Ray's dashboard says where its token is"
+    shown = "[...document.querySelectorAll('#models, .card .model')].filter((part) => !part.hidden).length"
+    assert await page.evaluate(shown) == 0
+
+
 async def test_in_a_card_of_any_width_no_figures_name_runs_into_the_next(page: Browser) -> None:
     run_over = """[...document.querySelectorAll('.figures dt')].filter((name) => name.scrollWidth > name.clientWidth
       || name.parentElement.getBoundingClientRect().right > name.closest('.card').getBoundingClientRect().right)
@@ -57,18 +69,6 @@ async def test_in_a_card_of_any_width_no_figures_name_runs_into_the_next(page: B
     for width in range(240, 700, 20):
         await page.evaluate(f"document.querySelector('.workers').style.width = '{width}px'")
         assert await page.evaluate(run_over) == [], f"{width} px"
-
-
-async def test_every_number_above_and_on_a_card_says_what_it_is_to_whoever_points_at_it(
-    page: Browser,
-) -> None:
-    silent = "[...document.querySelectorAll('.tile, .figures div')].filter((e) => !e.title)"
-    assert await page.evaluate(f"{silent}.map((e) => e.textContent)") == []
-
-
-async def test_the_link_to_rays_dashboard_says_where_its_token_is(page: Browser) -> None:
-    told = await page.evaluate("document.querySelector('.top a').title")
-    assert "`blockyard status` names the file" in told
 
 
 RUNS_OVER = """[...document.querySelectorAll('body *')]
@@ -93,38 +93,31 @@ async def test_a_narrow_screen_needs_no_scrolling_to_the_side_whatever_was_asked
         assert await page.evaluate(RUNS_OVER) == [], state
         assert await page.evaluate("document.documentElement.scrollWidth") <= width, state
 
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    await page.call("Emulation.setDeviceMetricsOverride", **screen)
-    try:
-        async with running(cluster, 3):
-            await page.evaluate(
-                "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
-            )
-            await page.until("document.querySelector('#prefixes-table td') !== null")
-            await page.until("document.querySelector('#requests-table td') !== null")
-            await fits("all unfolded")
-            heights = "[...document.querySelectorAll('#requests-table td')].map((cell) => cell.clientHeight)"
-            assert max(await page.evaluate(heights)) < 60, "an id is a line, not a column of letters"
-            for long in ("#facts", ".card h2", ".card > p", "#trouble", ".tile b"):
-                assert await page.evaluate(WITH_A_LONG_WORD % json.dumps(long)) <= width, long
-            await page.type_into("#prompt", SYSTEM_PROMPT)
-            for question, answer in (("prefix", "prefix"), ("placement", "chosen")):
-                await page.click(f"#ask button[value={question}]")
-                await page.until(f"document.querySelector('#answer [data-field={answer}]') !== null")
-                await fits(question)
-            await page.type_into("#prompt", "x" * 130_000)
-            await page.click("#ask button[value=prefix]")
-            await page.until("document.querySelector('#answer .trouble') !== null")
-            await fits("a refused question")
-            await page.click("[data-worker=worker-0] [data-action=sequences]")
-            await page.until("document.querySelector('#details-body p, #details-body table') !== null")
-            await fits("sequences")
-            for button in ("[data-key^=sequence-]", "[data-key^=table-]"):
-                await page.click(f"#details-body {button}")
-                await page.until("document.querySelector('#details-body dl') !== null")
-                await fits(button)
-    finally:
-        await page.call("Emulation.clearDeviceMetricsOverride")
+    async with screen_of(page, width), running(cluster, 3):
+        await page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+        await page.until("document.querySelector('#prefixes-table td') !== null")
+        await page.until("document.querySelector('#requests-table td') !== null")
+        await fits("all unfolded")
+        heights = "[...document.querySelectorAll('#requests-table td')].map((cell) => cell.clientHeight)"
+        assert max(await page.evaluate(heights)) < 60, "an id is a line, not a column of letters"
+        for long in ("#facts", ".card h2", ".card > p", "#trouble", ".tile b"):
+            assert await page.evaluate(WITH_A_LONG_WORD % json.dumps(long)) <= width, long
+        await page.type_into("#prompt", SYSTEM_PROMPT)
+        for question, answer in (("prefix", "prefix"), ("placement", "chosen")):
+            await page.click(f"#ask button[value={question}]")
+            await page.until(f"document.querySelector('#answer [data-field={answer}]') !== null")
+            await fits(question)
+        await page.type_into("#prompt", "x" * 130_000)
+        await page.click("#ask button[value=prefix]")
+        await page.until("document.querySelector('#answer .trouble') !== null")
+        await fits("a refused question")
+        await page.click("[data-worker=worker-0] [data-action=sequences]")
+        await page.until("document.querySelector('#details-body p, #details-body table') !== null")
+        await fits("sequences")
+        for button in ("[data-key^=sequence-]", "[data-key^=table-]"):
+            await page.click(f"#details-body {button}")
+            await page.until("document.querySelector('#details-body dl') !== null")
+            await fits(button)
 
 
 async def test_running_sequences_and_shared_blocks_show_each_second(
@@ -312,22 +305,13 @@ async def test_the_explainer_says_that_costs_are_too_close_to_tell_only_where_a_
     chosen: str,
     told: str,
 ) -> None:
-    """The routers' answer is fixed; all else from the page's server to the screen is real."""
     candidates = [
         cluster_pb2.PlacementCandidate(worker_id=f"worker-{number}", cost=cost, total_ms=cost)
         for number, cost in enumerate(costs)
     ]
-    explained = cluster_pb2.ExplainPlacementResponse(
-        policy=policy, chosen_worker_id=chosen, candidates=candidates, index_available=True
+    said = await told_of_placement(
+        page, monkeypatch, policy=policy, chosen_worker_id=chosen, candidates=candidates
     )
-
-    async def explain(*_: object, **__: object) -> cluster_pb2.ExplainPlacementResponse:
-        return explained
-
-    monkeypatch.setattr(AsyncClient, "explain_placement", explain)
-    await page.type_into("#prompt", "anything")
-    await page.click("#ask button[value=placement]")
-    said = await page.text("#answer [data-field=chosen]")
     assert said == f"Policy {policy}: it would run on {chosen}. {told}"
 
 
@@ -373,11 +357,6 @@ async def test_all_of_it_works_by_keys_and_says_itself_to_a_screen_reader(
     controls = "[...document.querySelectorAll('button, input, select, textarea')]"
     is_nameless = "(e) => !e.textContent.trim() && !e.ariaLabel && !e.labels?.length"
     assert await page.evaluate(f"{controls}.filter({is_nameless}).length") == 0
-
-
-async def test_with_one_model_the_page_shows_no_table_of_models(page: Browser) -> None:
-    shown = "[...document.querySelectorAll('#models, .card .model')].filter((part) => !part.hidden).length"
-    assert await page.evaluate(shown) == 0
 
 
 async def test_the_page_asks_no_other_host_and_breaks_no_rule_of_its_own_policy(

@@ -5,17 +5,16 @@ import signal
 
 import pytest
 
-from tests.unit.dashboard.browser import Browser
-from tests.unit.dashboard.onlooker import keep_picture, shown
-from tests.unit.dashboard.stage import Processes, Stage
+from .browser import Browser
+from .onlooker import keep_picture, shown
+from .stage import Processes, Stage
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SECONDS = 50.0
 """Ten times what the page promises."""
 
 
-@pytest.mark.slow
 async def test_a_frozen_router_costs_one_deadline_and_not_the_page(page: Browser, cluster: Processes) -> None:
     for name in ("router-0", "router-1"):
         cluster.routers[name].signal(signal.SIGSTOP)

@@ -6,15 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-import pytest_asyncio
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 
-from tests.unit.dashboard.browser import Browser
-from tests.unit.dashboard.onlooker import client_of, keep_picture
-from tests.unit.dashboard.stage import Processes, Stage, announcement_of, processes, staged
+from .browser import Browser
+from .onlooker import client_of, keep_picture, rows_of, screen_of, told_of_placement
+from .stage import Processes, processes
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 POOL = ("--device", "cpu", "--kv-cache-memory", str(36 * 2**20), "--host-cache-gib", "0.03")
 """The demo model itself: 768 blocks, and as many in host memory. Only a worker that measured its memory pulls."""
@@ -31,12 +30,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         router = cluster.add_router("router-0", workers=[worker.address for worker in workers])
         cluster.start(*workers, router)
         yield cluster
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(cluster: Processes) -> AsyncIterator[Stage]:
-    async with staged(announcement_of(cluster)) as stage:
-        yield stage
 
 
 @asynccontextmanager
@@ -137,7 +130,6 @@ async def test_an_arrow_says_what_moves_what_it_saves_and_how_it_failed(
     told: str,
     classes: set[str],
 ) -> None:
-    """The routers' answer is fixed; all else from the page's server to the screen is real."""
     fix_pulls(monkeypatch, *pulls)
     await page.until(f"{LABEL}?.textContent === {json.dumps(told)}")
     assert set(await page.evaluate(f"[...{ARROW}.classList]")) == classes
@@ -186,9 +178,7 @@ async def test_arrows_and_the_table_fit_a_screen_of_any_width(
     page: Browser, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     fix_pulls(monkeypatch, whole(1), CUT, whole(3, worker_id="worker-0", source_id="worker-1"))
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    await page.call("Emulation.setDeviceMetricsOverride", **screen)
-    try:
+    async with screen_of(page, width):
         await page.evaluate("document.getElementById('pulls').open = true")
         await page.until("document.querySelectorAll('#pulls-table tbody tr').length === 3")
         await page.until("document.querySelectorAll('#yard > .pull').length === 2")
@@ -196,78 +186,48 @@ async def test_arrows_and_the_table_fit_a_screen_of_any_width(
         boxes = "[...document.querySelectorAll('#yard > .pull')].map((e) => e.getBoundingClientRect())"
         assert await page.evaluate(f"{boxes}.every((box) => box.left >= 0 && box.right <= innerWidth)")
         assert await page.evaluate(f"(([a, b]) => a.bottom <= b.top || b.bottom <= a.top)({boxes})")
-    finally:
-        await page.call("Emulation.clearDeviceMetricsOverride")
 
 
 async def test_the_explainer_says_of_each_source_whether_it_is_chosen_and_why_not(
     page: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The routers' answer is fixed; all else from the page's server to the screen is real."""
-
     def option(source: str, verdict: cluster_pb2.PullVerdict, saved_ms: float) -> cluster_pb2.PullOption:
         return cluster_pb2.PullOption(
             source_id=source, verdict=verdict, pulled_tokens=4096, time_ms=12.25, saved_ms=saved_ms
         )
 
-    candidate = cluster_pb2.PlacementCandidate(
-        worker_id="worker-1",
-        pulled_tokens=4096,
-        pull_ms=12.25,
-        pulled_from="worker-0",
-        pull_options=[
-            option("worker-0", cluster_pb2.PULL_VERDICT_CHOSEN, 800.0),
-            option("worker-2", cluster_pb2.PULL_VERDICT_OTHER_SOURCE, 400.0),
-        ],
-    )
-    explained = cluster_pb2.ExplainPlacementResponse(
-        policy="prefix", chosen_worker_id="worker-1", candidates=[candidate], index_available=True
-    )
-
-    async def explain(*_: object, **__: object) -> cluster_pb2.ExplainPlacementResponse:
-        return explained
-
-    monkeypatch.setattr(AsyncClient, "explain_placement", explain)
-    await page.type_into("#prompt", "anything")
-    await page.click("#ask button[value=placement]")
+    sources = [
+        option("worker-0", cluster_pb2.PULL_VERDICT_CHOSEN, 800.0),
+        option("worker-2", cluster_pb2.PULL_VERDICT_OTHER_SOURCE, 400.0),
+    ]
+    pulled = {"pulled_tokens": 4096, "pull_ms": 12.25, "pulled_from": "worker-0", "pull_options": sources}
+    candidate = cluster_pb2.PlacementCandidate(worker_id="worker-1", **pulled)
+    await told_of_placement(page, monkeypatch, chosen_worker_id="worker-1", candidates=[candidate])
     assert await page.text("#answer [data-field=pulled]") == "4,096 from worker-0"
     assert await page.text("#answer [data-term=pull_ms]") == "12.3"
-    rows = "[...document.querySelectorAll('#answer [data-option]')].map((e) => e.innerText.split('\\t'))"
-    assert await page.evaluate(rows) == [
+    why_not = "not chosen: the other source saves as much or more"
+    assert await rows_of(page, "#answer [data-option]") == [
         ["worker-1", "worker-0", "4,096", "12.3", "800.0", "chosen"],
-        [
-            *("worker-1", "worker-2", "4,096", "12.3", "400.0"),
-            "not chosen: the other source saves as much or more",
-        ],
+        ["worker-1", "worker-2", "4,096", "12.3", "400.0", why_not],
     ]
 
 
 async def test_the_explainer_shows_a_split_whose_first_worker_is_no_candidate(
     page: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The routers' answer is fixed; all else from the page's server to the screen is real."""
-    prefill = cluster_pb2.PlacementCandidate(worker_id="prefill-0", uncached_tokens=4100, total_ms=300.0)
-    decode = cluster_pb2.PlacementCandidate(worker_id="decode-0", pulled_tokens=4096, total_ms=20.5)
-    explained = cluster_pb2.ExplainPlacementResponse(
-        policy="prefix",
-        chosen_worker_id="prefill-0",
-        candidates=[cluster_pb2.PlacementCandidate(worker_id="decode-0", total_ms=900.0, cost=900.0)],
-        index_available=True,
-        split=cluster_pb2.SplitPlacement(
-            is_chosen=True, prefill=prefill, decode=decode, split_ms=320.5, local_ms=900.0
-        ),
+    candidate = cluster_pb2.PlacementCandidate
+    split = cluster_pb2.SplitPlacement(
+        is_chosen=True,
+        prefill=candidate(worker_id="prefill-0", uncached_tokens=4100, total_ms=300.0),
+        decode=candidate(worker_id="decode-0", pulled_tokens=4096, total_ms=20.5),
+        split_ms=320.5,
+        local_ms=900.0,
     )
-
-    async def explain(*_: object, **__: object) -> cluster_pb2.ExplainPlacementResponse:
-        return explained
-
-    monkeypatch.setattr(AsyncClient, "explain_placement", explain)
-    await page.type_into("#prompt", "anything")
-    await page.click("#ask button[value=placement]")
-    said = await page.text("#answer [data-field=chosen]")
+    one = [candidate(worker_id="decode-0", total_ms=900.0, cost=900.0)]
+    chosen = {"policy": "prefix", "chosen_worker_id": "prefill-0"}
+    said = await told_of_placement(page, monkeypatch, **chosen, candidates=one, split=split)
     assert said == "Policy prefix: it would run on prefill-0. Then decode-0 would continue."
-    rows = "[...document.querySelectorAll('#answer [data-field=split] tbody tr')].map((e) => e.innerText.split('\\t'))"
-    assert await page.evaluate(rows) == [
+    assert await rows_of(page, "#answer [data-field=split] tbody tr") == [
         ["prefill-0", "computes 4,100 tokens", "300.0"],
         ["decode-0", "fetches 4,096 tokens and continues", "20.5"],
         ["both", "chosen", "320.5"],

@@ -245,7 +245,6 @@ def frozen_ray() -> Iterator[str]:
                 connection.close()
 
 
-@pytest.mark.ci
 def test_every_command_says_that_a_ray_is_silent_or_gone_and_ends(home: Path) -> None:
     with frozen_ray() as address:
         state.save(state.ClusterState(cluster="default", model="m", secret="s", ray_address=address))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.unit.dashboard.browser import Browser, open_browser
+from tests.nightly.dashboard.browser import Browser, open_browser
 
 from .rig import FakeWorker, Gateway, Tokens, running_gateway, served_by, worker_of_model
 from .test_tools import ARGUMENTS, CALL, TEMPLATE, TOOLS, prompt_of, says

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from blockyard.proto.v1.cluster_pb2 import ExplainPlacementResponse
 from blockyard.router.client import AsyncClient
 
 from .browser import Browser
@@ -79,3 +81,32 @@ async def fill(client: AsyncClient) -> None:
     topics = ("parsers", "queues", "graphs", "clocks", "sockets", "matrices")
     prompts = [f"A chapter about {topic} and how they fail. " * 30 for topic in topics]
     await asyncio.gather(*(client.generate(prompt, max_tokens=8, ignore_eos=True) for prompt in prompts))
+
+
+@asynccontextmanager
+async def screen_of(page: Browser, width: int) -> AsyncIterator[None]:
+    """Give the page a screen of this width while the context lasts."""
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    await page.call("Emulation.setDeviceMetricsOverride", **screen)
+    try:
+        yield
+    finally:
+        await page.call("Emulation.clearDeviceMetricsOverride")
+
+
+async def told_of_placement(page: Browser, monkeypatch: pytest.MonkeyPatch, **explained: Any) -> str:
+    """Ask for a placement whose explanation is fixed. All else from the page's server to the screen is real."""
+
+    async def explain(*_: object, **__: object) -> ExplainPlacementResponse:
+        return ExplainPlacementResponse(index_available=True, **explained)
+
+    monkeypatch.setattr(AsyncClient, "explain_placement", explain)
+    await page.type_into("#prompt", "anything")
+    await page.click("#ask button[value=placement]")
+    return await page.text("#answer [data-field=chosen]")
+
+
+async def rows_of(page: Browser, selector: str) -> Any:
+    """Return the texts of the cells of each row."""
+    rows = f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText.split('\\t'))"
+    return await page.evaluate(rows)
