@@ -2,9 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from blockyard.proto.index.acl import acl_rules
 from blockyard.proto.runtime.settings import parse_bytes
 from ray._common.utils import load_class
 
-from .commands import KUBERAY, check, commands_in, parse
+from .commands import KUBERAY, check, check_all, commands_in
 from .kuberay_schema import POD_MONITOR, RAY_CLUSTER
 
 KUBERNETES = "1.32"
@@ -31,23 +28,21 @@ REDIS_IMAGE = re.compile(
 """Its product and tag."""
 
 
-def documents() -> Iterator[Any]:
-    for path in sorted(KUBERAY.rglob("*.yaml")):
-        if path.name == KUSTOMIZATION:
-            continue
-        for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
-            yield pytest.param(
-                document,
-                id=f"{path.parent.name}-{path.stem}-{document['kind']}-{document['metadata']['name']}",
-            )
+def loaded(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
-def of_kind(kind: str) -> list[Any]:
-    return [parameter.values[0] for parameter in documents() if parameter.values[0]["kind"] == kind]
+DOCUMENTS: dict[str, Any] = {
+    f"{path.parent.name}-{path.stem}-{document['kind']}-{document['metadata']['name']}": document
+    for path in sorted(KUBERAY.rglob("*.yaml"))
+    if path.name != KUSTOMIZATION
+    for document in loaded(path)
+}
 
 
 def named(kind: str, name: str) -> Any:
-    (found,) = (document for document in of_kind(kind) if document["metadata"]["name"] == name)
+    kinds = (document for document in DOCUMENTS.values() if document["kind"] == kind)
+    (found,) = (document for document in kinds if document["metadata"]["name"] == name)
     return found
 
 
@@ -61,23 +56,33 @@ def ray_pods(cluster: Any) -> dict[str, Any]:
 def pods() -> dict[str, Any]:
     """All pod templates of all manifests."""
     found = {}
-    for parameter in documents():
-        document = parameter.values[0]
+    for name, document in DOCUMENTS.items():
         if document["kind"] == "RayCluster":
-            found |= {f"{parameter.id}-{group}": pod for group, pod in ray_pods(document).items()}
+            found |= {f"{name}-{group}": pod for group, pod in ray_pods(document).items()}
         elif "template" in document.get("spec", {}):
-            found[str(parameter.id)] = document["spec"]["template"]
+            found[name] = document["spec"]["template"]
     return found
+
+
+def validate_pod(pod: Any) -> None:
+    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": pod}
+    kubernetes_validate.validate(template, KUBERNETES, strict=True)
 
 
 CLUSTERS = pytest.mark.parametrize("device", ["cpu", "gpu"])
 
 
 def cluster_for(device: str) -> Any:
-    return yaml.safe_load((KUBERAY / device / "ray-cluster.yaml").read_text(encoding="utf-8"))
+    (cluster,) = loaded(KUBERAY / device / "ray-cluster.yaml")
+    return cluster
 
 
-@pytest.mark.parametrize("document", list(documents()))
+def group_for(device: str, name: str) -> Any:
+    (group,) = (g for g in cluster_for(device)["spec"]["workerGroupSpecs"] if g["groupName"] == name)
+    return group
+
+
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_every_manifest_has_only_fields_that_its_kind_knows(document: Any) -> None:
     if (schema := OURS.get(document["kind"])) is not None:
         jsonschema.validate(document, schema)
@@ -85,10 +90,9 @@ def test_every_manifest_has_only_fields_that_its_kind_knows(document: Any) -> No
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("pod", list(pods().values()), ids=list(pods()))
+@pytest.mark.parametrize("pod", pods().values(), ids=pods())
 def test_every_pod_is_valid_confined_and_bounded(pod: Any) -> None:
-    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": pod}
-    kubernetes_validate.validate(template, KUBERNETES, strict=True)
+    validate_pod(pod)
     spec = pod["spec"]
     assert spec["securityContext"]["runAsNonRoot"]
     assert spec["automountServiceAccountToken"] is False
@@ -105,61 +109,11 @@ def test_every_pod_is_valid_confined_and_bounded(pod: Any) -> None:
 def test_each_kustomization_names_what_is_there_and_together_they_name_all() -> None:
     named: set[Path] = set()
     for file in KUBERAY.rglob(KUSTOMIZATION):
-        resources = [
-            (file.parent / name).resolve()
-            for name in yaml.safe_load(file.read_text(encoding="utf-8"))["resources"]
-        ]
+        resources = [(file.parent / name).resolve() for name in loaded(file)[0]["resources"]]
         assert all(path.exists() for path in resources), file
         named |= {path / KUSTOMIZATION if path.is_dir() else path for path in resources}
     roots = {KUBERAY / name / KUSTOMIZATION for name in ("cpu", "two-gpus", "ingress")}
     assert named | roots | {KUBERAY / "up-job.yaml"} == set(KUBERAY.rglob("*.yaml"))
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
-@CLUSTERS
-def test_kubectl_renders_each_overlay_as_all_of_base_and_its_own(device: str) -> None:
-    rendered = subprocess.run(
-        ("kubectl", "kustomize", str(KUBERAY / device)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert rendered.returncode == 0, rendered.stderr
-    found = list(yaml.safe_load_all(rendered.stdout))
-    written = [
-        document
-        for folder in (KUBERAY / "base", KUBERAY / device)
-        for path in folder.glob("*.yaml")
-        if path.name != KUSTOMIZATION
-        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
-    ]
-    assert sorted(found, key=identity) == sorted(written, key=identity)
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
-def test_the_overlay_for_two_gpus_gives_each_worker_pod_two_and_changes_nothing_else() -> None:
-    def rendered(overlay: str) -> list[Any]:
-        command = ("kubectl", "kustomize", str(KUBERAY / overlay))
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        return list(yaml.safe_load_all(result.stdout))
-
-    def resources(documents: list[Any]) -> Any:
-        (cluster,) = (document for document in documents if document["kind"] == "RayCluster")
-        (workers,) = (
-            group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "workers"
-        )
-        return workers["template"]["spec"]["containers"][0]["resources"]
-
-    one, two = rendered("gpu"), rendered("two-gpus")
-    assert {kind["nvidia.com/gpu"] for kind in resources(two).values()} == {"2"}
-    assert resources(two)["limits"] == resources(two)["requests"]
-    resources(two).update(resources(one))
-    assert two == one
-
-
-def identity(document: Any) -> tuple[str, str]:
-    return document["kind"], document["metadata"]["name"]
 
 
 def test_budgets_and_the_ingress_choose_pods_and_services_that_there_are() -> None:
@@ -180,9 +134,8 @@ def test_a_misspelt_field_is_found() -> None:
         jsonschema.validate(wrong, RAY_CLUSTER)
     pod = ray_pods(cluster_for("cpu"))["head"]
     pod["spec"]["containers"][0]["readinessProb"] = {}
-    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": pod}
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(template, KUBERNETES, strict=True)
+        validate_pod(pod)
 
 
 @CLUSTERS
@@ -198,35 +151,30 @@ def test_every_ray_option_is_one_of_ray_start(device: str) -> None:
 
 @CLUSTERS
 def test_routers_run_on_pods_that_the_service_finds_and_where_up_puts_them(device: str) -> None:
-    cluster = cluster_for(device)
-    (group,) = (g for g in cluster["spec"]["workerGroupSpecs"] if g["groupName"] == "routers")
-    (up,) = up_commands()
-    options = up_options(up)
+    group, options = group_for(device, "routers"), up_options()
     resources = json.loads(json.loads(group["rayStartParams"]["resources"].strip("'")))
     assert resources == {options["router_resource"]: 1}
     assert group["replicas"] == group["maxReplicas"] == options["num_routers"]
     container = group["template"]["spec"]["containers"][0]
     assert container["readinessProbe"]["tcpSocket"]["port"] == options["router_port"]
     service = named("Service", "blockyard-router")["spec"]
-    assert service["selector"] == {
-        "ray.io/cluster": cluster["metadata"]["name"],
-        "ray.io/group": group["groupName"],
-    }
-    assert [port["targetPort"] for port in service["ports"]] == [options["router_port"], options["http_port"]]
-    assert {port["containerPort"] for port in container["ports"]} >= {
-        options["router_port"],
-        options["http_port"],
-    }
+    cluster = cluster_for(device)["metadata"]["name"]
+    assert service["selector"] == {"ray.io/cluster": cluster, "ray.io/group": "routers"}
+    ports = [options["router_port"], options["http_port"]]
+    assert [port["targetPort"] for port in service["ports"]] == ports
+    assert {port["containerPort"] for port in container["ports"]} >= {*ports}
 
 
 @CLUSTERS
-def test_workers_find_their_model_and_there_is_a_pod_for_each(device: str) -> None:
-    cluster, options = cluster_for(device), up_options(up_commands()[0])
-    (group,) = (g for g in cluster["spec"]["workerGroupSpecs"] if g["groupName"] == "workers")
-    assert group["replicas"] >= options["num_workers"]
-    for name, pod in ray_pods(cluster).items():
+def test_workers_find_their_model_and_their_gpu_and_there_is_a_pod_for_each(device: str) -> None:
+    options = up_options()
+    assert group_for(device, "workers")["replicas"] >= options["num_workers"]
+    for name, pod in ray_pods(cluster_for(device)).items():
         mounts = {mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
         assert any(options["model"].startswith(f"{mount}/") for mount in mounts), name
+    container = group_for(device, "workers")["template"]["spec"]["containers"][0]
+    gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+    assert gpus == (None if device == "cpu" else "1")
 
 
 @CLUSTERS
@@ -254,15 +202,6 @@ def test_the_head_has_the_page_the_state_and_both_users_of_the_index(device: str
     )
 
 
-def test_gpu_workers_ask_for_a_gpu_and_cpu_workers_for_none() -> None:
-    def gpus(device: str) -> str | None:
-        container = ray_pods(cluster_for(device))["workers"]["spec"]["containers"][0]
-        asked: str | None = container["resources"]["limits"].get("nvidia.com/gpu")
-        return asked
-
-    assert (gpus("gpu"), gpus("cpu")) == ("1", None)
-
-
 def test_what_redis_lets_each_user_do_is_what_the_code_says() -> None:
     users = named("ConfigMap", "blockyard-redis")["data"]["index-users.sh"]
     assert f"user blockyard-router on #$router {acl_rules('router', 'default')}\n" in users
@@ -274,26 +213,14 @@ def test_no_image_of_redis_or_valkey_that_we_name_has_known_holes() -> None:
     texts = {str(path): path.read_text(encoding="utf-8") for path in written_for_operators()}
     named = [(file, *image) for file, text in texts.items() for image in REDIS_IMAGE.findall(text)]
     assert [Path(file).name for file, *_ in named].count("redis.yaml") == 4
+    assert REDIS_IMAGE.findall("docker run valkey/valkey:8.1.3-alpine") == [("valkey", "8.1.3-alpine")]
+    assert REDIS_IMAGE.findall("image: 'redis:latest'\nredis://u:p@index-redis:6379/0") == [
+        ("redis", "latest")
+    ]
     for file, product, version in named:
         pinned = version_of_reply({"server": product, "version": version})
         assert pinned is not None, f"{file}: {product}:{version} leaves open which release it is"
         assert pinned.warning == "", f"{file}: {pinned.warning}"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("image: redis:7.4.2", [("redis", "7.4.2")]),
-        ("docker run valkey/valkey:8.1.3-alpine", [("valkey", "8.1.3-alpine")]),
-        ("FROM docker.io/library/redis:8", [("redis", "8")]),
-        ("image: redis", [("redis", "")]),
-        ("image: 'redis:latest'", [("redis", "latest")]),
-        ("redis://u:p@blockyard-index-redis:6379/0", []),
-        ("redisAddress: blockyard-gcs-redis:6379", []),
-    ],
-)
-def test_every_way_to_name_such_an_image_is_found(text: str, found: list[tuple[str, str]]) -> None:
-    assert REDIS_IMAGE.findall(text) == found
 
 
 def written_for_operators() -> list[Path]:
@@ -305,37 +232,26 @@ def written_for_operators() -> list[Path]:
     return [path for path in (*files, *root.glob("*.md")) if path.suffix in kinds]
 
 
-def up_commands() -> list[list[str]]:
+def up_options() -> dict[str, Any]:
+    """Return the options of the `up` that the job runs."""
     (container,) = named("Job", "blockyard-up")["spec"]["template"]["spec"]["containers"]
-    return [command for command in commands_in(container["args"][-1]) if command[1] == "up"]
-
-
-def up_options(command: list[str]) -> dict[str, Any]:
-    return main.commands["up"].make_context("up", command[2:]).params
+    (up,) = (command for command in commands_in(container["args"][-1]) if command[1] == "up")
+    return main.commands["up"].make_context("up", up[2:]).params
 
 
 def test_the_job_hands_a_command_to_ray_that_blockyard_takes() -> None:
     (container,) = named("Job", "blockyard-up")["spec"]["template"]["spec"]["containers"]
-    program, *arguments = [*container["command"], *container["args"]]
-    assert program == "ray"
-    check(["ray", *arguments])
-    for command in commands_in(container["args"][-1]):
-        parse(main, *command[:1], command[1:])
+    command = [*container["command"], *container["args"]]
+    assert command[0] == "ray"
+    check(command)
+    check_all(container["args"][-1])
 
 
-@pytest.mark.parametrize(
-    ("config", "kind", "name"),
-    [
-        ("index.conf", "Deployment", "blockyard-index-redis"),
-        ("gcs.conf", "StatefulSet", "blockyard-gcs-redis"),
-    ],
-)
-def test_a_redis_that_is_full_refuses_writes_before_its_pod_is_killed(
-    config: str, kind: str, name: str
-) -> None:
-    lines = named("ConfigMap", "blockyard-redis")["data"][config].splitlines()
+@pytest.mark.parametrize(("name", "kind"), [("index", "Deployment"), ("gcs", "StatefulSet")])
+def test_a_redis_that_is_full_refuses_writes_before_its_pod_is_killed(name: str, kind: str) -> None:
+    lines = named("ConfigMap", "blockyard-redis")["data"][f"{name}.conf"].splitlines()
     (most,) = (line.split()[1] for line in lines if line.startswith("maxmemory "))
-    (container,) = named(kind, name)["spec"]["template"]["spec"]["containers"]
+    (container,) = named(kind, f"blockyard-{name}-redis")["spec"]["template"]["spec"]["containers"]
     limit_bytes = parse_bytes(container["resources"]["limits"]["memory"])
     # Redis' "mb" is 2**20 bytes. The rest is for buffers, fragments and the copy that a rewrite of its log makes.
     assert parse_bytes(most.replace("mb", "MiB")) <= 0.75 * limit_bytes

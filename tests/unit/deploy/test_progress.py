@@ -14,9 +14,11 @@ from blockyard.deploy.lifecycle.serving import (
     data_types,
     next_stage,
 )
-from blockyard.deploy.supervision.replicas import Kind, Phase, Replica, SupervisorReport
+from blockyard.deploy.supervision.replicas import Kind, Phase, Replica
 from hypothesis import given
 from hypothesis import strategies as st
+
+from .rig import report_of
 
 
 def told(capsys: pytest.CaptureFixture[str], *reports: Progress) -> list[str]:
@@ -32,10 +34,8 @@ def loading(num_serving: int) -> Progress:
 
 
 def test_a_short_stage_is_one_line_however_often_it_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, loading(0), loading(1), loading(1), Progress(stage="joining")) == [
-        "loading",
-        "joining",
-    ]
+    lines = told(capsys, loading(0), loading(1), loading(1), Progress(stage="joining"))
+    assert lines == ["loading", "joining"]
 
 
 def test_a_long_stage_is_told_again_with_its_count_and_seconds(
@@ -116,13 +116,5 @@ def test_each_data_type_names_its_model_where_several_are_served(
         Replica(name=f"worker-{number}", kind="worker", model=model, dtype="float32: as --dtype says")
         for number, model in enumerate((*of_model, of_model[-1]))
     ]
-    report = SupervisorReport(
-        pid=1,
-        code="",
-        replicas=[*workers, Replica(name="router-0", kind="router")],
-        models=models,
-        cpus_per_worker=1.0,
-        gpus_per_worker=0.0,
-        at_seconds=0.0,
-    )
+    report = report_of(*workers, Replica(name="router-0", kind="router"), models=models)
     assert data_types(report) == told
