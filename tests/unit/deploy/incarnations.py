@@ -134,6 +134,9 @@ class Router(Actor):
 
     ready: Callable[[], tuple[str, ...]]
     sent_addresses: list[list[str]] = field(default_factory=list)
+    sent_at: list[float] = field(default_factory=list)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    """Until it is set, it answers nothing that it is sent."""
     sent_models: list[tuple[str, ...]] = field(default_factory=list)
     is_frozen: bool = False
     num_kills: int = 0
@@ -146,12 +149,18 @@ class Router(Actor):
     adapters: frozenset[str] = frozenset()
     """Names of adapters that it knows."""
 
+    def __post_init__(self) -> None:
+        self.may_answer.set()
+
     async def _set_workers(
         self, addresses: dict[str, list[str]], models: Sequence[ServedModel], epoch: int
     ) -> int:
         self.sent_addresses.append([address for each in addresses.values() for address in each])
         self.sent_models.append(tuple(model.id for model in models))
-        return len(self.sent_addresses[-1]) - len(self.refused_lives)
+        self.sent_at.append(asyncio.get_running_loop().time())
+        num_ready = len(self.sent_addresses[-1]) - len(self.refused_lives)
+        await self.may_answer.wait()
+        return num_ready
 
     async def _refused_workers(self) -> dict[str, str]:
         return self.refused_lives
@@ -209,8 +218,8 @@ class Outlives:
         self.epochs = [epoch for epoch in self.epochs if epoch != number]
 
 
-class WithoutActors(Supervisor):
-    """A supervisor that calls nothing of Ray. A subclass runs the replicas."""
+class FakeIncarnations(Supervisor):
+    """A supervisor whose worker has one incarnation after the other, and whose router has one that knows them all."""
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.left = left or Outlives()
@@ -218,6 +227,16 @@ class WithoutActors(Supervisor):
         self.answers_others = False
         """Whether a silent process answers on its own node."""
         self.has_given_way = False
+        self.incarnations: list[Worker] = []
+        self.fails_to_start = False
+        self.never_starts = False
+        self.loads_for_seconds = 0.0
+        self.is_without_room = False
+        """Whether a new incarnation answers nothing from its start."""
+        self.known: tuple[str, ...] | None = None
+        """Incarnations to which the router says it gives requests; None: all that are alive."""
+        self.router = Router(self._ready)
+        self.router_ended = asyncio.Event()
         super().__init__(SPEC, self.left, self.left)
 
     def _living(self) -> frozenset[str]:
@@ -255,22 +274,6 @@ class WithoutActors(Supervisor):
         """End as by its death: actors go on."""
         await self._tasks.aclose()
 
-
-class FakeIncarnations(WithoutActors):
-    """A supervisor whose worker has one incarnation after the other, and whose router has one that knows them all."""
-
-    def __init__(self, left: Outlives | None = None) -> None:
-        self.incarnations: list[Worker] = []
-        self.fails_to_start = False
-        self.never_starts = False
-        self.loads_for_seconds = 0.0
-        self.is_without_room = False
-        """Whether a new incarnation answers nothing from its start."""
-        self.known: tuple[str, ...] | None = None
-        """Incarnations to which the router says it gives requests; None: all that are alive."""
-        self.router = Router(self._ready)
-        super().__init__(left)
-
     async def serve_too(self, model: ServedModel, num_workers: int) -> None:
         """Add a model with the cluster's settings."""
         await self.add_model(await self.plan_model(model, num_workers))
@@ -284,7 +287,10 @@ class FakeIncarnations(WithoutActors):
             async with self._health.of(replica, self.router, end(self.router)) as health:
                 replica.phase, replica.address = "serving", "router:1"
                 health.silence_seconds = self._spec.hung_seconds
-                await health.unless_hung(asyncio.Event().wait())
+                self._changed.set()
+                await health.unless_hung(self.router_ended.wait())
+                del self._actors[replica.name]
+                raise RuntimeError("it ended")
         if self.never_starts:
             await asyncio.Event().wait()
         if self.fails_to_start:
@@ -324,27 +330,3 @@ class FakeIncarnations(WithoutActors):
         return next(
             replica for replica in (await self.report()).replicas if name in (replica.name, replica.kind)
         )
-
-
-class Downloads(FakeIncarnations):
-    """Workers start by the supervisor's own steps, and their model, `m`, is on the hub alone."""
-
-    def __init__(self, *, downloads_for_seconds: float = 0.0, loads_for_seconds: float = 0.0) -> None:
-        self._downloads_for_seconds = downloads_for_seconds
-        self._loads_for_seconds = loads_for_seconds
-        super().__init__()
-
-    async def _run_once(self, replica: Replica) -> None:
-        if replica.kind == "router":
-            await super()._run_once(replica)
-        else:
-            await Supervisor._run_once(self, replica)
-
-    def _adopt_or_create(self, replica: Replica, group: Any) -> Worker:
-        worker = self._adopt_or_make(replica.name)
-        worker.downloads_for_seconds = self._downloads_for_seconds
-        worker.loads_for_seconds = self._loads_for_seconds
-        return worker
-
-    def _node_id(self) -> str:
-        return "the-supervisors-node"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from blockyard.deploy.supervision.actors import START_SECONDS
@@ -13,14 +14,15 @@ from blockyard.deploy.supervision.liveness import (
     HealthCheck,
     HungError,
 )
-from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
+from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS, Replica
+from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.deploy.views.views import replica_dict
 from blockyard.router.supervision import CHECK_SECONDS, SILENCE_SECONDS, SupervisorWatch
 from ray.exceptions import ActorUnavailableError
 
 from simulation.virtual_time import Process, VirtualLoop, in_virtual_time
 
-from .incarnations import PID, Downloads, FakeIncarnations, supervised
+from .incarnations import PID, FakeIncarnations, Worker, supervised
 
 TRUTH_SECONDS = 5.0
 """Time within which `status` shows a frozen replica."""
@@ -91,6 +93,30 @@ async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
     assert "did not answer for 120 s" in worker.error
     assert supervisor.ended_processes == [1]
     await supervisor.leave()
+
+
+class Downloads(FakeIncarnations):
+    """Workers start by the supervisor's own steps, and their model, `m`, is on the hub alone."""
+
+    def __init__(self, *, downloads_for_seconds: float = 0.0, loads_for_seconds: float = 0.0) -> None:
+        self._downloads_for_seconds = downloads_for_seconds
+        self._loads_for_seconds = loads_for_seconds
+        super().__init__()
+
+    async def _run_once(self, replica: Replica) -> None:
+        if replica.kind == "router":
+            await super()._run_once(replica)
+        else:
+            await Supervisor._run_once(self, replica)
+
+    def _adopt_or_create(self, replica: Replica, group: Any) -> Worker:
+        worker = self._adopt_or_make(replica.name)
+        worker.downloads_for_seconds = self._downloads_for_seconds
+        worker.loads_for_seconds = self._loads_for_seconds
+        return worker
+
+    def _node_id(self) -> str:
+        return "the-supervisors-node"
 
 
 @contextlib.asynccontextmanager

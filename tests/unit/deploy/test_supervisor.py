@@ -1,8 +1,6 @@
 """The supervisor without Ray: what it remembers of ended replicas, what it restarts, how often it updates routers."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -11,101 +9,40 @@ from blockyard.deploy.supervision.replicas import (
     FIRST_BACKOFF_SECONDS,
     JOINING_SECONDS,
     PUSH_SECONDS,
-    Replica,
     push_pause_seconds,
 )
 from blockyard.deploy.views.views import status_view
 
-from simulation.virtual_time import in_virtual_time
-
-from .incarnations import FakeIncarnations, WithoutActors, supervised, until
+from .incarnations import FakeIncarnations, supervised, until
 from .rig import cluster_state, printed
 
 
-@dataclass
-class FakeRouter:
-    """A router's actor as far as the supervisor calls it."""
-
-    answer: Callable[[list[str]], "asyncio.Future[int]"]
-    set_workers: "FakeRouter" = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.set_workers = self
-
-    def remote(self, addresses: dict[str, list[str]], models: object, epoch: int) -> "asyncio.Future[int]":
-        return self.answer([address for each in addresses.values() for address in each])
-
-
-class WithoutRay(WithoutActors):
-    """Its replicas serve until `ended`; its routers are `FakeRouter`s."""
-
-    def __init__(self, router: FakeRouter) -> None:
-        self.ended = asyncio.Event()
-        self._router = router
-        super().__init__()
-
-    async def _run_once(self, replica: Replica) -> None:
-        if self.ended.is_set():
-            await asyncio.Event().wait()
-        self._actors[replica.name] = self._router
-        replica.phase, replica.address = "serving", f"{replica.name}:1"
-        self._changed.set()
-        await self.ended.wait()
-        del self._actors[replica.name]
-        raise RuntimeError("it ended")
-
-    async def router(self) -> Replica:
-        return next(replica for replica in (await self.report()).replicas if replica.kind == "router")
-
-
-def ready(num_workers: int) -> "asyncio.Future[int]":
-    answer = asyncio.get_running_loop().create_future()
-    answer.set_result(num_workers)
-    return answer
-
-
-@in_virtual_time
-async def test_a_router_that_ended_reaches_nobody() -> None:
-    supervisor = WithoutRay(FakeRouter(lambda addresses: ready(len(addresses))))
-    router = await supervisor.router()
-    await until(lambda: router.num_ready_workers == 1)
-    supervisor.ended.set()
+@supervised
+async def test_a_router_that_ended_reaches_nobody_whatever_it_answers_later(
+    supervisor: FakeIncarnations,
+) -> None:
+    router = await supervisor.replica("router")
+    assert router.num_ready_workers == 1
+    supervisor.router.may_answer.clear()
+    told = len(supervisor.router.sent_at)
+    await until(lambda: len(supervisor.router.sent_at) > told)
+    supervisor.never_starts = True
+    supervisor.router_ended.set()
     await until(lambda: router.phase != "serving")
     assert router.num_ready_workers == 0
-    await supervisor.leave()
-
-
-@in_virtual_time
-async def test_the_answer_of_a_router_that_ended_meanwhile_says_nothing_of_the_next() -> None:
-    asked: list[asyncio.Future[int]] = []
-
-    def later(_: list[str]) -> "asyncio.Future[int]":
-        asked.append(asyncio.get_running_loop().create_future())
-        return asked[-1]
-
-    supervisor = WithoutRay(FakeRouter(later))
-    router = await supervisor.router()
-    await until(lambda: bool(asked))
-    supervisor.ended.set()
-    await until(lambda: router.phase != "serving")
-    asked[0].set_result(1)
+    supervisor.router.may_answer.set()
     await asyncio.sleep(0.05)
     assert router.num_ready_workers == 0
-    await supervisor.leave()
 
 
-@in_virtual_time
-async def test_a_worker_that_a_router_refuses_is_told_of_less_and_less_often() -> None:
-    told: list[float] = []
-
-    def refuse(_: list[str]) -> "asyncio.Future[int]":
-        told.append(asyncio.get_running_loop().time())
-        return ready(0)
-
-    supervisor = WithoutRay(FakeRouter(refuse))
-    await until(lambda: len(told) >= 4)
-    await supervisor.leave()
-    pauses = [later - earlier for earlier, later in pairwise(told)]
+@supervised
+async def test_a_worker_that_a_router_refuses_is_told_of_less_and_less_often(
+    supervisor: FakeIncarnations,
+) -> None:
+    supervisor.router.refused_lives = {"life-0": "other model files"}
+    begun = len(supervisor.router.sent_at)
+    await until(lambda: len(supervisor.router.sent_at) >= begun + 5)
+    pauses = [later - earlier for earlier, later in pairwise(supervisor.router.sent_at)]
     assert pauses[-1] >= 2 * JOINING_SECONDS
 
 
