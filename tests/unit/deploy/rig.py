@@ -1,4 +1,4 @@
-"""What the tests of `deploy` share: commands in this process, options, states, reports and printed views."""
+"""Helpers of the tests of `deploy`: commands in this process, options, states, reports and printed views."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What the commands show: each view is compared with a stored text, in snapshots/, and its rules are tested here."""
+"""Views of the commands: each is compared with a stored text, in snapshots/, and its rules are tested here."""
 
 import sys
 from collections.abc import Callable

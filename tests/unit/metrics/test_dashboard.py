@@ -1,4 +1,4 @@
-"""What operators look at: dashboard.json, the alerts, vLLM's names, deploy/compose.yaml and docs/operating.md.
+"""Documents for operators: dashboard.json, the alerts, vLLM's names, deploy/compose.yaml and docs/operating.md.
 
 Each matches the table of metrics, or the code that it is made from.
 """
