@@ -1,4 +1,4 @@
-"""Tables that the tests of metrics read: the dashboard's questions, the alerts, and the services of deploy/compose.yaml."""
+"""Questions of the dashboard, rules of the alerts, and the services of deploy/compose.yaml."""
 
 from pathlib import Path
 from typing import Any
