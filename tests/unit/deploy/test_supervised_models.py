@@ -313,7 +313,6 @@ async def test_a_push_while_a_model_goes_does_not_bring_it_back(supervisor: Fake
     removing = asyncio.create_task(supervisor.remove_model(OTHER.id, 5.0))
     await until(lambda: supervisor.incarnations[1].stopped_with == [5.0])
     sent = len(supervisor.router.sent_models)
-    supervisor._changed.set()
     await until(lambda: len(supervisor.router.sent_models) > sent)
     assert supervisor.router.sent_models[-1] == ("m",)
     supervisor.incarnations[1].may_stop.set()
