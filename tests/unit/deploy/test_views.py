@@ -116,7 +116,7 @@ def test_status_tells_places_errors_and_metrics_as_far_as_they_are_known(snapsho
     near = ClusterInfo(
         model={"id": "demo"}, policy="prefix", workers_ready=2, requests_running=3, requests_waiting=1
     )
-    cut_off = ClusterInfo(policy="prefix", workers_ready=1, requests_running=4, index_available=True)
+    cut_off = ClusterInfo(policy="prefix", workers_ready=1, requests_running=4, requests_waiting=2)
     answers = {"10.0.0.1:1": cut_off, "10.0.0.2:1": "it is late", "10.0.0.3:1": near}
     refused = {"10.0.0.1:1": "no router answers at 10.0.0.1:1: refused"}
     snapshot(
