@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from .adapters import make_adapter
 from .checkpoints import shared_checkpoint
-from .test_session import Session
+from .serving import Session
 
 CHECKPOINT = "LlamaForCausalLM"
 

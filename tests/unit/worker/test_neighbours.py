@@ -1,24 +1,25 @@
-"""Transfers between workers of one machine: without TLS for a neighbour, and for no other."""
+"""Ways of a transfer: without TLS to a neighbour on the machine and to no other, and NIXL where its package is."""
 
-import asyncio
+import importlib.util
 import socket
 import ssl
-import sys
 from contextlib import AsyncExitStack
 
 import pytest
 from blockyard.proto.v1.session_pb2 import PullEnd
+from blockyard.worker.scheduling import pulls
 from blockyard.worker.transfer.neighbours import Neighbours
+from blockyard.worker.transfer.nixl import NixlAgent
 
-from .test_session import SECRET
-from .test_transfer import BLOCKS, Router, a_worker, bytes_of_blocks, pull_from
-from .test_transfer import patient as patient
+from .pulling import BLOCKS, Router, a_worker, bytes_of_blocks, pull_from
+from .serving import SECRET
 
 
 @pytest.mark.parametrize("secret", [SECRET, ""])
 async def test_neighbours_take_no_tls_and_others_the_same_blocks_by_tcp(
     secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pulls, "LATE_SECONDS", 20.0)
     async with AsyncExitStack() as stack:
         source = await stack.enter_async_context(a_worker("w0", secret=secret))
         near = await stack.enter_async_context(a_worker("w1", secret=secret))
@@ -35,31 +36,8 @@ async def test_neighbours_take_no_tls_and_others_the_same_blocks_by_tcp(
             assert await bytes_of_blocks(worker) == blocks[:BLOCKS]
             (connection,) = worker._exchange._receiver._idle.values()
             assert connection._socket.family == family
-            assert isinstance(connection._socket, ssl.SSLSocket) is (
-                family == socket.AF_INET and bool(secret)
-            )
-
-
-async def test_a_process_that_the_worker_may_not_inspect_is_no_neighbour() -> None:
-    """Root may inspect what hides, but the process then has another account."""
-    async with a_worker("w0") as worker:
-        _, near = worker._exchange._lender._listeners
-        name = near.getsockname().hex()
-        stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", STRANGER, name)
-        assert await asyncio.wait_for(stranger.wait(), 20) == 0, "it was not turned away"
-
-
-STRANGER = """
-import ctypes, os, socket, sys
-if os.getuid():
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-else:
-    os.setgid(65534)
-    os.setuid(65534)
-with socket.socket(socket.AF_UNIX) as sock:
-    sock.connect(bytes.fromhex(sys.argv[1]))
-    assert not sock.recv(1)
-"""
+            has_tls = family == socket.AF_INET and bool(secret)
+            assert isinstance(connection._socket, ssl.SSLSocket) is has_tls
 
 
 def test_a_neighbour_is_found_by_secret_cluster_incarnation_and_port() -> None:
@@ -76,3 +54,9 @@ def test_a_neighbour_is_found_by_secret_cluster_incarnation_and_port() -> None:
         ):
             assert other.connect(incarnation, port, 5.0) is None
     assert neighbours.connect("incarnation", 1, 5.0) is None, "it has ended"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
+def test_a_worker_without_the_package_of_nixl_says_how_to_install_it() -> None:
+    with pytest.raises(ValueError, match=r"pip install 'blockyard\[nixl\]'"):
+        NixlAgent("w0", [], 1024)

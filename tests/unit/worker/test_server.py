@@ -1,20 +1,14 @@
-"""A worker seen from outside: in the index, in its map file, in Prometheus, and as a command."""
+"""A worker seen from outside: in its map file, in its log, and by the settings that it takes and refuses."""
 
 import asyncio
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.worker.__main__ import parse
 from blockyard.worker.config import EngineConfig, WorkerConfig
@@ -23,68 +17,18 @@ from blockyard.worker.inspection.pool_map import map_text
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.startup.host_size import available_bytes, size_host_memory
 from blockyard.worker.startup.loading import load_engine
-from blockyard.worker.startup.openmp import PYTORCH_SPIN_COUNT, SPIN_COUNT
+from blockyard.worker.startup.openmp import PYTORCH_SPIN_COUNT, SPIN_COUNT, bound_spinning
 
-from .checkpoints import shared_checkpoint
-from .test_session import ROOT, SECRET, Session, chain
-
-KV_BYTES = 64 * 2 * 3 * 2 * 16 * 16 * 4
-
-
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisProcess]:
-    server = start_private_redis(tmp_path)
-    yield server
-    server.stop()
-
-
-def engine_settings(**changes: object) -> EngineConfig:
-    settings = {
-        "model": str(shared_checkpoint("LlamaForCausalLM")),
-        "engine": "simulated",
-        "kv_cache_memory": KV_BYTES,
-    }
-    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-
-
-async def test_what_a_worker_caches_is_found_in_the_index_and_goes_with_it(
-    redis_server: RedisProcess,
-) -> None:
-    config = WorkerConfig(engine=engine_settings(), cluster_secret="hush", redis_url=redis_server.url)
-    worker = WorkerServer(config)
-    address = await worker.start()
-    client = connect(redis_server.url, timeout_seconds=5)
-    index = RedisPrefixIndex(client, "default")
-    names = chain(ROOT, [5] * 40, 16)
-    try:
-        async with Session(address) as session:
-            await session.submit(1, length=40)
-            await session.tokens_of(1)
-        for _ in range(100):
-            if found := await index.lookup(names):
-                break
-            await asyncio.sleep(0.05)
-        assert [(holder.worker_id, holder.incarnation, holder.depth) for holder in found] == [
-            ("worker-0", worker.incarnation, 2)
-        ]
-        assert [record.address for record in await index.directory()] == [address]
-    finally:
-        await worker.stop(0)
-    assert await index.lookup(names) == []
-    await client.aclose()
+from .serving import KV_BYTES, Session, engine_settings, serving
 
 
 async def test_the_thread_that_loads_ends_so_that_its_openmp_team_does_not_count() -> None:
     before = set(threading.enumerate())
-    worker = WorkerServer(WorkerConfig(engine=engine_settings(), cluster_secret="hush"))
-    await worker.start()
-    try:
+    async with serving():
         await asyncio.sleep(0.05)
         new = {thread.name for thread in set(threading.enumerate()) - before}
         assert "engine" in new
         assert not any(name.startswith(("loading", "asyncio")) for name in new), new
-    finally:
-        await worker.stop()
 
 
 @pytest.mark.parametrize(
@@ -97,33 +41,22 @@ async def test_the_thread_that_loads_ends_so_that_its_openmp_team_does_not_count
     ],
 )
 def test_openmp_threads_spin_briefly_unless_the_environment_says_otherwise(
-    environment: dict[str, str], spin_count: str | None
+    environment: dict[str, str], spin_count: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer where there is no compiler for the C++ kernels: one that is named is looked for, not run."""
-    others = {
-        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    program = (
-        "import os, sys, blockyard.worker.__main__, blockyard.worker.llm; from blockyard.worker.startup import openmp; "
-        "openmp.bound_spinning(); print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
-    )
-    command = [sys.executable, "-c", program]
-    printed = subprocess.run(
-        command, env=others | environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert printed == f"False {spin_count}\n"
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    bound_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == spin_count
 
 
 async def test_the_map_file_agrees_with_the_pool(tmp_path: Path) -> None:
     path = tmp_path / "pool.log"
-    worker = WorkerServer(
-        WorkerConfig(engine=engine_settings(), cluster_secret="hush", pool_map_path=str(path))
-    )
-    await worker.start()
-    try:
-        async with Session(worker.address) as session:
-            await session.submit(1, length=40)
-            await session.tokens_of(1)
+    async with serving(pool_map_path=str(path)) as worker, Session(worker.address) as session:
+        await session.submit(1, length=40)
+        await session.tokens_of(1)
         await asyncio.sleep(1.5)
         stats = worker.stats()
         counts = re.search(r"= (\d+) free \+ (\d+) cached \+ (\d+) used", path.read_text())
@@ -131,25 +64,22 @@ async def test_the_map_file_agrees_with_the_pool(tmp_path: Path) -> None:
         names = ("blocks_free", "blocks_cached", "blocks_used")
         assert [int(count) for count in counts.groups()] == [stats[name] for name in names] == [62, 2, 0]
         assert path.read_text().count("c") > 2
-    finally:
-        await worker.stop(0)
 
 
-def test_a_pool_below_one_full_sequence_is_refused_before_loading() -> None:
-    with pytest.raises(ValueError, match="fewer than max_model_len"):
-        load_engine(engine_settings(kv_cache_memory=KV_BYTES // 4))
-
-
-def test_a_context_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="beyond the model's"):
-        load_engine(engine_settings(max_model_len=100_000))
-
-
-def test_more_host_memory_than_the_machine_has_is_refused_before_loading() -> None:
-    with pytest.raises(
-        ValueError, match=r"host blocks would take .* lower --swap-space-gib or --host-cache-gib"
-    ):
-        load_engine(engine_settings(engine="model", host_cache_gib=1e6))
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kv_cache_memory": KV_BYTES // 4}, "fewer than max_model_len"),
+        ({"max_model_len": 100_000}, "beyond the model's"),
+        (
+            {"engine": "model", "host_cache_gib": 1e6},
+            r"host blocks would take .* lower --swap-space-gib or --host-cache-gib",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_loading(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_engine(engine_settings(**changes))
 
 
 @pytest.mark.parametrize(
@@ -184,34 +114,24 @@ def test_a_gpu_has_4_gib_of_swap_space_unless_the_machine_has_little_memory() ->
 
 async def test_a_simulated_worker_that_swaps_serves_more_than_fits() -> None:
     engine = engine_settings(preempt="swap", max_model_len=256, kv_cache_memory=KV_BYTES // 4)
-    worker = WorkerServer(WorkerConfig(engine=engine, cluster_secret="hush"))
-    await worker.start()
-    try:
-        async with Session(worker.address) as session:
-            for handle in range(1, 5):
-                await session.submit(handle, length=40, max_tokens=60)
-            tokens = await session.tokens_of(1, 2, 3, 4)
+    async with serving(engine) as worker, Session(worker.address) as session:
+        for handle in range(1, 5):
+            await session.submit(handle, length=40, max_tokens=60)
+        tokens = await session.tokens_of(1, 2, 3, 4)
         assert [len(found) for found in tokens.values()] == [60] * 4
         assert worker.stats()["preemptions"] > 0
-    finally:
-        await worker.stop(0)
 
 
 async def test_a_worker_tells_what_its_host_memory_keeps() -> None:
     engine = engine_settings(host_cache_gib=0.001, max_model_len=256, kv_cache_memory=KV_BYTES // 4)
-    worker = WorkerServer(WorkerConfig(engine=engine, cluster_secret="hush"))
-    await worker.start()
-    try:
-        async with Session(worker.address) as session:
-            for handle, length in ((1, 200), (2, 201), (3, 17)):
-                await session.submit(handle, length=length, token=handle)
-                await session.tokens_of(handle)
-            pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest())
+    async with serving(engine) as worker, Session(worker.address) as session:
+        for handle, length in ((1, 200), (2, 201), (3, 17)):
+            await session.submit(handle, length=length, token=handle)
+            await session.tokens_of(handle)
+        pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest())
         assert pool.host_cache_blocks == 87
         assert pool.load.host_cached_blocks == worker.stats()["host_cached_blocks"] > 0
         assert f"host memory: {pool.load.host_cached_blocks} of 87 blocks" in map_text(pool)
-    finally:
-        await worker.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +144,9 @@ async def test_a_worker_tells_what_its_host_memory_keeps() -> None:
         {"priority_ageing_seconds": 0.0},
         {"mixed_step_seconds": -0.1},
         {"max_preemptions": -1},
+        {"protected_cache_share": -0.1},
+        {"protected_cache_share": 1.0},
+        {"protected_cache_share": float("nan")},
     ],
 )
 def test_settings_out_of_bounds_are_refused(settings: dict[str, object]) -> None:
@@ -232,99 +155,30 @@ def test_settings_out_of_bounds_are_refused(settings: dict[str, object]) -> None
 
 
 def test_every_setting_is_an_option_of_the_command() -> None:
+    settings = {
+        "swap_space_gib": 1.5,
+        "host_cache_gib": 2.0,
+        "preempt": "swap",
+        "max_preemptions": 2,
+        "priority_ageing_seconds": 3.0,
+        "mixed_step_seconds": 0.0,
+    }
     options = [
-        "--swap-space-gib",
-        "1.5",
-        "--host-cache-gib",
-        "2",
-        "--preempt",
-        "swap",
-        "--max-preemptions",
-        "2",
+        word for name, value in settings.items() for word in (f"--{name}".replace("_", "-"), str(value))
     ]
-    more = ["--priority-ageing-seconds", "3", "--mixed-step-seconds", "0"]
-    engine = parse(["--model", "somewhere", *options, *more]).engine
-    assert (engine.swap_space_gib, engine.host_cache_gib, engine.preempt) == (1.5, 2.0, "swap")
-    assert (engine.max_preemptions, engine.priority_ageing_seconds, engine.mixed_step_seconds) == (
-        2,
-        3.0,
-        0.0,
-    )
+    assert parse(["--model", "somewhere", *options]).engine == EngineConfig(model="somewhere", **settings)  # type: ignore[arg-type]
     assert parse(["--model", "somewhere"]).engine == EngineConfig(model="somewhere")
 
 
 def test_the_size_is_logged_at_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="blockyard"):
         load_engine(engine_settings(swap_space_gib=0.01))
-    assert (
-        "host memory: swap space of 873 blocks, 0.01 GiB; prefix cache of 0 blocks, 0.00 GiB" in caplog.text
-    )
-    assert "KV cache: 1,024 tokens in 64 blocks of 16, 12,288 bytes a block" in caplog.text
-    assert "maximum concurrency for requests of 512 tokens: 2.00" in caplog.text
-
-
-@pytest.mark.ci
-def test_the_command_serves_metrics_and_ends_well_on_sigterm() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "blockyard.worker",
-        "--model",
-        str(shared_checkpoint("LlamaForCausalLM")),
-    ]
-    options = ["--engine", "simulated", "--kv-cache-memory", str(KV_BYTES)]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert process.stderr is not None
-        url = next(match[1] for line in process.stderr if (match := re.search(r"metrics at (http\S+)", line)))
-        text = urllib.request.urlopen(url, timeout=10).read().decode()
-        assert re.search(r'blockyard_blocks_free\{cluster="default",.*worker="worker-0"\} 64\.0', text)
-        assert re.search(r'blockyard_generated_tokens_total\{.*worker="worker-0"\} 0\.0', text)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-
-
-@pytest.mark.ci
-async def test_a_worker_whose_engine_hangs_ends_itself() -> None:
-    command = [
-        *(sys.executable, "-m", "blockyard.worker", "--model", str(shared_checkpoint("LlamaForCausalLM"))),
-        *("--engine", "simulated", "--kv-cache-memory", str(KV_BYTES), "--metrics-port", "-1"),
-        *("--simulated-fault", "7:hang", "--stall-seconds", "1"),
-    ]
-    variables = environment() | {"BLOCKYARD_CLUSTER_SECRET": SECRET}
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=variables)
-    assert process.stderr is not None
-    try:
-        async for line in process.stderr:
-            if match := re.search(rb"serves at (\S+)", line):
-                break
-        assert match is not None
-        async with Session(match[1].decode()) as session:
-            await session.submit(1, token=7)
-            async with asyncio.timeout(30):
-                said = await process.stderr.read()
-                assert await process.wait() == 1
-        assert b"has finished no step" in said
-    finally:
-        if process.returncode is None:
-            process.kill()
-
-
-@pytest.mark.ci
-def test_the_command_says_what_is_wrong_and_fails(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    command = [sys.executable, "-m", "blockyard.worker", "--model", str(tmp_path)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
-    assert result.returncode == 1
-    assert "BertModel" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+    for told in (
+        "host memory: swap space of 873 blocks, 0.01 GiB; prefix cache of 0 blocks, 0.00 GiB",
+        "KV cache: 1,024 tokens in 64 blocks of 16, 12,288 bytes a block",
+        "maximum concurrency for requests of 512 tokens: 2.00",
+    ):
+        assert told in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0", "worker.example"])

@@ -24,7 +24,7 @@ from blockyard.worker.server import WorkerServer
 from blockyard.worker.session.session import SessionService
 from blockyard.worker.simulated.runner import SimulatedRunner
 
-from .test_session import SECRET, Session
+from .serving import SECRET, Session
 
 DEMO = Path(__file__).parents[3] / "deploy/demo_model/checkpoint"
 PATIENCE_SECONDS = 60

@@ -1,6 +1,5 @@
 """Unlike workers: blocks whose bytes or values differ stay where they are, so tokens are those of a cold run."""
 
-import asyncio
 import logging
 import shutil
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.memory import block_kinds
 from blockyard.worker.server import WorkerServer
 
-from .test_session import ROOT
-from .test_transfer import BLOCKS, LENGTH, Router, a_worker, check_idle, pull_from
+from .pulling import BLOCKS, LENGTH, Router, a_worker, check_idle, pull_from
+from .serving import ROOT, in_engine
 
 GREEDY = {"top_k": 1}
 REFUSED = PullEnd.PULL_END_REFUSED
@@ -44,7 +43,6 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two versions of the layout": (PYTORCH, PYTORCH | {"layout": "plain/2"}),
     "two versions of the code": (PYTORCH, PYTORCH | {"code": "another"}),
 }
-QUICK = ("C++ and PyTorch", "C++ and deterministic")
 MACHINE = ("CXX", "MKL_CBWR", "more_threads", "layout", "code")
 
 
@@ -79,12 +77,11 @@ async def ask(router: Router, worker: WorkerServer, handle: int, **changes: Any)
 
 
 async def flush(worker: WorkerServer) -> None:
-    await asyncio.wrap_future(worker._engine.call(Engine.flush))
+    await in_engine(worker, Engine.flush)
 
 
-@pytest.mark.parametrize(
-    "pair", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in UNLIKE]
-)
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("pair", UNLIKE)
 async def test_an_unlike_worker_takes_no_block_and_its_tokens_are_those_of_its_own_cold_run(
     pair: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,16 +7,12 @@ import grpc
 import pytest
 from blockyard.proto.v1.admin_pb2 import DrainWorkerRequest
 from blockyard.proto.v1.session_pb2 import Ping, RejectReason, ToRouter, ToWorker
-from blockyard.worker.config import WorkerConfig
 from blockyard.worker.server import WorkerServer
 from google.protobuf.message import Message
 
 from tests.unit.proto.old_session import UNKNOWN, as_newer, as_old, old_class
 
-from .test_server import engine_settings
-from .test_session import Session
-
-DRAINING = RejectReason.REJECT_REASON_DRAINING
+from .serving import Session, assert_refused, serving
 
 
 class Other(Session):
@@ -25,28 +21,22 @@ class Other(Session):
     def __init__(self, address: str, write: Callable[[Message], bytes], read: Callable[[bytes], Any]) -> None:
         super().__init__(address)
         self.call.cancel()
-        self.raw = self.channel.stream_stream("/blockyard.v1.EngineService/Session")()
+        self.call = self.channel.stream_stream("/blockyard.v1.EngineService/Session")()
         self._write, self._read = write, read
-        self.call = self  # type: ignore[assignment]
 
-    async def write(self, message: Message) -> None:
-        await self.raw.write(self._write(message))
+    async def write(self, **message: Any) -> None:
+        await self.call.write(self._write(ToWorker(**message)))
 
     async def read(self) -> Any:
-        data = await self.raw.read()
+        data = await self.call.read()
         assert isinstance(data, bytes), "the stream has ended"
         return self._read(data)
-
-    def cancel(self) -> bool:
-        return bool(self.raw.cancel())
 
 
 @pytest.fixture
 async def worker() -> AsyncIterator[WorkerServer]:
-    server = WorkerServer(WorkerConfig(engine=engine_settings(), cluster_secret="hush"))
-    await server.start()
-    yield server
-    await server.stop(0)
+    async with serving() as worker:
+        yield worker
 
 
 def parsed_by_older(data: bytes) -> Any:
@@ -64,22 +54,20 @@ async def test_a_router_of_another_version_is_served_through_a_drain(
         assert hello.worker_id == "worker-0"
         await router.submit(1)
         assert [len(tokens) for tokens in (await router.tokens_of(1)).values()] == [6]
-        await router.write(ToWorker(ping=Ping(nonce=4)))
+        await router.write(ping=Ping(nonce=4))
         assert (await router.read_until("pong")).nonce == 4
         await operator.stub.DrainWorker(DrainWorkerRequest(grace_seconds=1))
         await router.submit(2)
-        assert (await router.read_until("rejected")).reason == DRAINING
+        assert (await router.read_until("rejected")).reason == RejectReason.REJECT_REASON_DRAINING
 
 
 async def test_a_word_that_only_newer_routers_say_is_passed_over_and_an_empty_one_is_not(
     worker: WorkerServer,
 ) -> None:
     async with Other(worker.address, bytes, ToRouter.FromString) as router:
-        await router.raw.write(UNKNOWN)
-        await router.raw.write(as_newer(ToWorker(ping=Ping(nonce=4))))
+        await router.call.write(UNKNOWN)
+        await router.call.write(as_newer(ToWorker(ping=Ping(nonce=4))))
         assert (await router.read_until("pong")).nonce == 4
-        await router.raw.write(b"")
+        await router.call.write(b"")
         # The status comes behind the last message, and the worker may have sent one meanwhile.
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.read_until("the end")
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await assert_refused(router.read_until("the end"), grpc.StatusCode.INVALID_ARGUMENT)

@@ -20,19 +20,12 @@ from blockyard.worker.transfer.wire import Late
 from tests.nightly.faults.test_transfers import Peer, until_unused
 from tests.nightly.faults.transfer_rig import BLOCK_BYTES, KV_SHAPE, tapped
 from tests.system.processes import Processes, free_port, processes
-
-from .checkpoints import make_checkpoint
-from .test_transfer import BLOCKS
+from tests.unit.worker.checkpoints import make_checkpoint
+from tests.unit.worker.pulling import BLOCKS
 
 has_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 OPTIONS = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(64 * BLOCK_BYTES))
 LENDING = ("--host-cache-gib", str(64 * BLOCK_BYTES / 2**30), "--lend-share", "0.5")
-
-
-def test_a_worker_without_the_package_says_how_to_install_it() -> None:
-    if importlib.util.find_spec("nixl") is None:
-        with pytest.raises(ValueError, match=r"pip install 'blockyard\[nixl\]'"):
-            NixlAgent("w0", [], 1024)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
-@pytest.mark.ci
 @has_nixl
-@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("source", "destination"), [("with0", "with1"), ("with0", "without"), ("without", "with1")]
 )
@@ -76,9 +67,7 @@ async def _nothing() -> None:
     """Do no harm."""
 
 
-@pytest.mark.ci
 @has_nixl
-@pytest.mark.cluster
 async def test_a_source_that_freezes_costs_no_more_than_the_estimate_and_no_token(cluster: Processes) -> None:
     there, here = cluster.workers["with0"], cluster.workers["with1"]
     async with Peer(there) as lender, Peer(here) as router:
@@ -107,7 +96,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.ci
 @has_nixl
 def test_a_read_that_is_given_up_writes_to_no_slot_and_its_staging_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
