@@ -51,6 +51,20 @@ def make_sequence(
     )
 
 
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + index) % 50 + 1 for index in range(length)]
+
+
+def submit(
+    scheduler: Scheduler, number: int, tokens: int | Items[int], *, start: int = 1, **settings: Any
+) -> Sequence:
+    """Make a sequence of these tokens, or of so many, and submit it."""
+    given = prompt(tokens, start) if isinstance(tokens, int) else tokens
+    sequence = make_sequence(number, given, **settings)
+    scheduler.submit(sequence)
+    return sequence
+
+
 def next_token(sequence: Sequence, position: int, index: int = 0) -> int:
     """The stand-in for a model: a token that depends on everything before it, as a model's does."""
     return (sum(sequence.tokens[:position]) * 31 + position * 7 + 11 + index * 5) % 50 + 1
@@ -86,21 +100,38 @@ def step(scheduler: Scheduler) -> list[Update]:
     return updates
 
 
-def run_to_end(scheduler: Scheduler, limit: int = 10_000) -> int:
-    """Steps until nothing is left; how many it took."""
-    for count in range(limit):
+def rows(scheduler: Scheduler) -> dict[int, int]:
+    """Plan and commit a step. Return its tokens by sequence."""
+    plan = scheduler.plan()
+    scheduler.commit(plan, run(plan))
+    scheduler.check_invariants()
+    return {int(row.sequence.sequence_id): row.num_tokens for row in plan.rows}
+
+
+def run_to_end(scheduler: Scheduler, limit: int = 20_000) -> int:
+    """Run steps until nothing is left. Return how many tokens they computed."""
+    computed = 0
+    for _ in range(limit):
         if not scheduler.has_work:
-            return count
-        step(scheduler)
+            return computed
+        computed += sum(rows(scheduler).values())
     raise AssertionError(f"work is left after {limit} steps")
 
 
-def victim_of(scheduler: Scheduler) -> Victim | None:
-    """Return the victim that the scheduler would preempt now."""
+def victims_of(scheduler: Scheduler) -> tuple[Victim, ...]:
+    """Return the victim that the scheduler would preempt now, if there is one."""
     mode, rates = scheduler.config.preemption, scheduler.mixed_steps.rates
-    return choose_victim(
+    victim = choose_victim(
         scheduler.running, {}, scheduler.tables, mode=mode, rates=rates, elsewhere=scheduler.elsewhere
     )
+    return () if victim is None else (victim,)
+
+
+def measured(scheduler: Scheduler, *, prefill: float = 0.0, swap: float = 0.0, decode: float = 0.0) -> None:
+    """Let these be the measured rates: tokens, and blocks, a second."""
+    rates = scheduler.mixed_steps.rates
+    rates.prefill_tokens_per_second, rates.swap_blocks_per_second = prefill, swap
+    rates.decode_tokens_per_second = decode
 
 
 def sampled(*tokens: int) -> StepTokens:

@@ -1,10 +1,9 @@
 """A scheduler under every action that can happen to it, and the invariants that hold after each action.
 
-A `Device` stands in for a model and its memory (storm_device.py). `Storm` owns the actions and the checks. It does not
-choose among them: a seed or hypothesis does.
+A `Device` stands in for a model and its memory (storm_device.py). `Storm` owns the actions and the checks. weather.py
+chooses among them.
 """
 
-import random
 from collections import Counter
 from collections.abc import Sequence as Items
 from itertools import count
@@ -19,16 +18,12 @@ from blockyard.worker.scheduling.pulls import Pull, PullOrder
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
-from blockyard.worker.sequences.step_plan import (
-    StepPlan,
-    StepTokens,
-)
+from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
 
 from .drafting import AlwaysDrafts
-from .scheduling import make_scheduler, make_sequence
+from .scheduling import make_scheduler, make_sequence, measured
 from .storm_device import (
     GARBAGE,
-    STOP_TOKENS,
     Device,
     Guesses,
     TransientFailure,
@@ -37,8 +32,6 @@ from .storm_device import (
     follow,
     token_after,
 )
-
-SHARED = [5 + index % 9 for index in range(200)]
 
 
 class Storm:
@@ -53,7 +46,6 @@ class Storm:
         draft_model: bool = False,
         **settings: Any,
     ) -> None:
-        self.settings = settings
         self.scheduler = make_scheduler(num_blocks, **settings)
         if drafts:
             self.scheduler.speculation = AlwaysDrafts(Guesses())
@@ -65,6 +57,7 @@ class Storm:
         self.beams: dict[SequenceId, BeamsUpdate] = {}
         """Result of each beam search that has ended, by the id of the search's first sequence."""
         self.embeddings: dict[SequenceId, bytes] = {}
+        self.moved = Counter[str]()
         self._leaders: dict[int, Sequence] = {}
         self._in_flight: list[tuple[StepPlan, StepTokens]] = []
         self._content: dict[BlockName, tuple[int, ...]] = {}
@@ -76,7 +69,6 @@ class Storm:
         """Pulls under way, and the content of their blocks that is still to come."""
         self._loans: list[tuple[Loan, list[BlockName]]] = []
         """Loans, and the names of the prefix that was asked for."""
-        self.moved = Counter[str]()
 
     # Actions
 
@@ -88,10 +80,11 @@ class Storm:
         pulled: int = 0,
         may_move: bool = False,
         waited: int = 0,
+        pause: float = 0.0,
         **settings: Any,
     ) -> None:
         """`generated` of the tokens are output already: a replay. `pulled` blocks are to come from elsewhere. `waited`
-        steps of priority are made up for."""
+        steps of priority are made up for. Its client says that it comes back after a `pause`."""
         size = self.scheduler.config.block_size
         longest = self.scheduler.config.max_model_len - len(tokens)
         if not settings.get("embeds"):
@@ -99,7 +92,7 @@ class Storm:
         sequence = make_sequence(next(self._numbers), tokens, block_size=size, **settings)
         sequence.rank -= waited
         sequence.prompt_length -= generated
-        sequence.may_move = may_move
+        sequence.may_move, sequence.expected_pause_seconds = may_move, pause
         self._begin(sequence, pulled)
 
     def _begin(self, sequence: Sequence, pulled: int) -> None:
@@ -113,13 +106,10 @@ class Storm:
 
     def offer_room(self, num_blocks: int, blocks_per_second: float) -> None:
         """Another worker has room for so many blocks. What moves there comes back at once, as a replay with a pull."""
-        rates = self.scheduler.mixed_steps.rates
-        rates.prefill_tokens_per_second, rates.decode_tokens_per_second = 50.0, 50.0
-        self.scheduler.elsewhere = (
-            Elsewhere(num_blocks=num_blocks, setup_seconds=0.01, blocks_per_second=blocks_per_second)
-            if num_blocks
-            else None
-        )
+        swap = self.scheduler.mixed_steps.rates.swap_blocks_per_second
+        measured(self.scheduler, prefill=50.0, swap=swap, decode=50.0)
+        room = Elsewhere(num_blocks=num_blocks, setup_seconds=0.01, blocks_per_second=blocks_per_second)
+        self.scheduler.elsewhere = room if num_blocks else None
 
     def _move(self, sequences: Items[Sequence]) -> None:
         """Submit the sequences of a request that was given back, as the next worker gets them."""
@@ -151,9 +141,8 @@ class Storm:
             pull, coming = self._transfers[number % len(self._transfers)]
             if coming:
                 slot, content = pull.slots[len(pull.slots) - len(coming)], coming.pop(0)
-                self.device.receive(
-                    slot, [*content[: len(content) // 2], *[GARBAGE] * len(content)][: len(content)]
-                )
+                half = len(content) // 2
+                self.device.receive(slot, [*content[:half], *[GARBAGE] * (len(content) - half)])
                 self.check()
                 self.device.receive(slot, content)
 
@@ -161,11 +150,10 @@ class Storm:
         """A pull ends, whole or not."""
         if self._transfers:
             pull, coming = self._transfers.pop(number % len(self._transfers))
-            num_received = len(pull.slots) - len(coming)
             self.moved["cut"] += bool(coming) and not pull.is_cancelled
             self.moved["cancelled"] += pull.is_cancelled
             before = self.scheduler.pulls.num_blocks
-            following = self.scheduler.pulls.end(pull, num_received)
+            following = self.scheduler.pulls.end(pull, len(pull.slots) - len(coming))
             self.moved["pulled"] += self.scheduler.pulls.num_blocks - before
             for sequence, order, _ in following:
                 self._pull(sequence, order)
@@ -196,6 +184,7 @@ class Storm:
         """Plans and runs a step; without pipelining the one before is over."""
         while len(self._in_flight) > self.pipelined:
             self.commit()
+        self.scheduler.pool.now_seconds += 1.3
         live = (*self.scheduler.waiting, *self.scheduler.running)
         plan = self.scheduler.plan()
         assert all(row.num_tokens > 0 for row in plan.rows)
@@ -259,8 +248,8 @@ class Storm:
         self._in_flight.clear()
 
     def measure(self, prefill: float, swap: float, beside_decodes: int | None) -> None:
-        rates = self.scheduler.mixed_steps.rates
-        rates.prefill_tokens_per_second, rates.swap_blocks_per_second = prefill, swap
+        decode = self.scheduler.mixed_steps.rates.decode_tokens_per_second
+        measured(self.scheduler, prefill=prefill, swap=swap, decode=decode)
         self.scheduler.mixed_steps.limit_tokens = beside_decodes
 
     def finish(self) -> None:
@@ -323,26 +312,22 @@ class Storm:
     def _check_names(self) -> None:
         cache, host = self.scheduler.cache, self.scheduler.host_cache
         changes = cache.take_changes()
-        for name in changes.removed:
-            self._published.remove(name)
-        for name in changes.stored:
-            assert name not in self._published
-            self._published.add(name)
+        self._published.difference_update(changes.removed)
+        assert not self._published & set(changes.stored)
+        self._published.update(changes.stored)
         blocks = [block for block in self.scheduler.pool.blocks() if cache.name(block) is not None]
         names = {block: cache.name(block) for block in blocks if not cache.is_unconfirmed(block)}
         assert set(names.values()) == self._published, "news of names and the cache disagree"
         for block, name in names.items():
             assert name is not None
             assert tuple(self.device.block(block)) == self._content[name], "a name is of other content"
-        for name, slot in host._slots.items() if host is not None else ():
-            held = tuple(self.device.host_slot(slot))
-            assert held == self._content[name] or slot in self.device.corrupted, (
-                "other content in host memory"
-            )
+        in_host = dict(host._slots) if host is not None else {}
+        for name, slot in in_host.items():
+            is_right = tuple(self.device.host_slot(slot)) == self._content[name]
+            assert is_right or slot in self.device.corrupted, "other content in host memory"
         self._anywhere.difference_update(changes.anywhere_removed)
         self._anywhere.update(changes.anywhere_stored)
-        in_host = set(host._slots) if host is not None else set()
-        assert self._anywhere == (self._published | in_host if host is not None else set())
+        assert self._anywhere == (self._published | in_host.keys() if host is not None else set())
         for name in self._anywhere or self._published:
             parent = self._parents[name]
             assert parent not in self._parents or parent in (self._anywhere or self._published), "a gap"
@@ -351,26 +336,24 @@ class Storm:
             assert len(owners - {None}) == 1, "what builds on a block is on its owner's account"
 
     def _check_nothing_is_held(self) -> None:
-        scheduler = self.scheduler
+        scheduler, host = self.scheduler, self.scheduler.host_cache
         assert not scheduler.has_work, "it still has work"
         assert not scheduler._moves
         assert scheduler.pool.num_used == 0
         assert not scheduler.tables.held_beside_sequences()
         assert scheduler.tables.swap.num_free == scheduler.config.swap_blocks
         assert all(sequence.is_over for sequence in self.sequences.values())
-        if scheduler.host_cache is not None:
-            assert not scheduler.host_cache._reading
-            assert not scheduler.host_cache._reserved
+        assert host is None or not (host._reading or host._reserved)
         assert not len(scheduler.pulls)
 
     def _check_tokens(self) -> None:
         """Check that each sequence has the tokens that it gets alone, or their beginning if it was cut short."""
         for sequence in self.sequences.values():
             if sequence.group is None:
-                expected = self._alone(sequence)[: len(sequence.tokens)]
-                assert list(sequence.tokens) == expected
+                expected = self._alone(sequence)
+                assert list(sequence.tokens) == expected[: len(sequence.tokens)]
                 finished = sequence.state is SequenceState.FINISHED
-                assert not finished or len(self._alone(sequence)) == len(sequence.tokens)
+                assert not finished or len(expected) == len(sequence.tokens)
                 embedding = embedding_of(digests(sequence.tokens)[-1]) if sequence.sampling.embeds else None
                 assert self.embeddings.get(sequence.sequence_id) == (embedding if finished else None)
         for sequence_id, update in self.beams.items():
@@ -389,46 +372,13 @@ class Storm:
 
     def _search_alone(self, sequence: Sequence) -> BeamsUpdate:
         sampling = sequence.sampling
-        settings = {
-            name: getattr(sampling, name) for name in ("n", "beam_width", "max_tokens", "stop_token_ids")
-        }
+        wanted = ("n", "beam_width", "max_tokens", "stop_token_ids")
         calm = Storm(1000, pipelined=False, block_size=self.scheduler.config.block_size)
-        calm.submit(sequence.tokens[: sequence.prompt_length], **settings)
+        calm.submit(
+            sequence.tokens[: sequence.prompt_length], **{name: getattr(sampling, name) for name in wanted}
+        )
         while calm.scheduler.has_work:
             calm.plan()
             calm.commit()
         (update,) = calm.beams.values()
         return update
-
-
-def random_request(chance: random.Random) -> dict[str, Any]:
-    """Return a random request: few prefixes, often several outputs or beams, sometimes a replay or an
-    embedding."""
-    shared = SHARED[: chance.choice([0, 8, 16, 48, 64])]
-    tokens = [*shared, *(chance.randint(1, 4) for _ in range(chance.randint(1, 40)))]
-    kind = chance.random()
-    request: dict[str, Any] = {"tokens": tokens, "max_tokens": chance.randint(1, 40)}
-    request["priority"] = chance.choice([0, 0, 0, 3, -2, 99, 100, 100])
-    request["waited"] = chance.choice([0, 0, 0, 98, 101])
-    request["tenant"] = len(tokens) % 4
-    request["pulled"] = chance.choice([0, 0, 3, 9])
-    request["may_move"] = chance.random() < 0.9
-    if chance.random() < 0.3:
-        request["stop_token_ids"] = STOP_TOKENS
-    if kind < 0.2:
-        request["n"] = chance.randint(2, 5)
-    elif kind < 0.35:
-        request["beam_width"] = chance.randint(2, 4)
-        request["n"] = chance.randint(1, request["beam_width"])
-    elif kind < 0.45:
-        generated = chance.randint(1, 20)
-        digest = digests(tokens)[-1]
-        for _ in range(generated):
-            tokens.append(token_after(digest, 0))
-            digest = follow(digest, tokens[-1])
-        request |= {"generated": generated, "stop_token_ids": frozenset()}
-    elif kind < 0.5:
-        request["prompt_logprobs"] = 0
-    elif kind < 0.6:
-        request |= {"embeds": True, "max_tokens": 0, "stop_token_ids": frozenset()}
-    return request

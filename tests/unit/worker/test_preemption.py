@@ -9,22 +9,26 @@ from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
 from blockyard.worker.sequences.step_plan import FAILED_TOKEN
 
-from .scheduling import make_scheduler, make_sequence, run, run_to_end, sampled, step, victim_of
+from .scheduling import (
+    make_scheduler,
+    make_sequence,
+    measured,
+    prompt,
+    rows,
+    run,
+    run_to_end,
+    sampled,
+    step,
+    submit,
+    victims_of,
+)
+
+SWAPS: dict[str, Any] = {"max_model_len": 112, "preemption": "swap", "swap_blocks": 40}
 
 
-def prompt(length: int, start: int = 1) -> list[int]:
-    return [(start + index) % 50 + 1 for index in range(length)]
-
-
-def crowd(scheduler: Scheduler, count: int = 4, **settings: int) -> list[Sequence]:
+def crowd(scheduler: Scheduler, count: int = 4) -> list[Sequence]:
     """Submit more sequences than fit at once after each has grown."""
-    sequences = [
-        make_sequence(number, prompt(40, start=11 * number), max_tokens=60, **settings)
-        for number in range(count)
-    ]
-    for sequence in sequences:
-        scheduler.submit(sequence)
-    return sequences
+    return [submit(scheduler, number, 40, start=11 * number, max_tokens=60) for number in range(count)]
 
 
 @pytest.mark.parametrize(("mode", "swap_blocks"), [("recompute", 0), ("swap", 40), ("swap", 3), ("auto", 40)])
@@ -32,10 +36,7 @@ def test_outputs_are_the_same_after_any_preemption(mode: str, swap_blocks: int) 
     tokens = []
     for num_blocks in (100, 12):
         scheduler = make_scheduler(num_blocks, max_model_len=112, preemption=mode, swap_blocks=swap_blocks)
-        (
-            scheduler.mixed_steps.rates.prefill_tokens_per_second,
-            scheduler.mixed_steps.rates.swap_blocks_per_second,
-        ) = 10.0, 1000.0
+        measured(scheduler, prefill=10.0, swap=1000.0)
         sequences = crowd(scheduler)
         run_to_end(scheduler)
         tokens.append([sequence.tokens for sequence in sequences])
@@ -45,27 +46,19 @@ def test_outputs_are_the_same_after_any_preemption(mode: str, swap_blocks: int) 
 
 
 def test_what_was_swapped_out_is_not_computed_again() -> None:
-    scheduler = make_scheduler(12, max_model_len=112, preemption="swap", swap_blocks=40)
+    scheduler = make_scheduler(12, **SWAPS)
     sequences = crowd(scheduler)
-    computed = 0
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        computed += plan.num_tokens
-        scheduler.commit(plan, run(plan))
-        scheduler.check_invariants()
-    assert scheduler.num_swaps > 0
     # The last token of each is never computed.
-    assert computed == sum(len(sequence.tokens) - 1 for sequence in sequences)
+    assert run_to_end(scheduler) == sum(len(sequence.tokens) - 1 for sequence in sequences)
+    assert scheduler.num_swaps > 0
 
 
 def test_swapping_moves_what_only_the_victim_has() -> None:
     scheduler = make_scheduler(64, preemption="swap", swap_blocks=8)
-    shared = prompt(64)
     for number in range(2):
-        scheduler.submit(make_sequence(number, [*shared, 3 + number], max_tokens=20))
+        submit(scheduler, number, [*prompt(64), 3 + number], max_tokens=20)
     step(scheduler)
-    victim = victim_of(scheduler)
-    assert victim is not None
+    (victim,) = victims_of(scheduler)
     assert victim.swaps
     scheduler._preempt(victim)
     assert len(scheduler.plan().to_host) == 1
@@ -74,20 +67,15 @@ def test_swapping_moves_what_only_the_victim_has() -> None:
 def test_auto_swaps_where_that_is_quicker() -> None:
     scheduler = make_scheduler(64, preemption="auto", swap_blocks=8)
     for number in range(2):
-        scheduler.submit(make_sequence(number, prompt(48, start=9 * number), max_tokens=20))
+        submit(scheduler, number, 48, start=9 * number, max_tokens=20)
     step(scheduler)
     for prefill, swap, swaps in ((480.0, 40.0, True), (480.0, 20.0, False), (0.0, 40.0, False)):
-        (
-            scheduler.mixed_steps.rates.prefill_tokens_per_second,
-            scheduler.mixed_steps.rates.swap_blocks_per_second,
-        ) = prefill, swap
-        victim = victim_of(scheduler)
-        assert victim is not None
-        assert victim.swaps is swaps
+        measured(scheduler, prefill=prefill, swap=swap)
+        assert [victim.swaps for victim in victims_of(scheduler)] == [swaps]
 
 
 def test_a_step_that_fails_while_it_swaps_leaves_the_victim_to_be_computed_again() -> None:
-    scheduler = make_scheduler(12, max_model_len=112, preemption="swap", swap_blocks=40)
+    scheduler = make_scheduler(12, **SWAPS)
     sequences = crowd(scheduler)
     while not (plan := scheduler.plan()).to_host:
         scheduler.commit(plan, run(plan))
@@ -99,7 +87,7 @@ def test_a_step_that_fails_while_it_swaps_leaves_the_victim_to_be_computed_again
 
 
 def test_cancelling_a_swapped_sequence_frees_its_host_memory() -> None:
-    scheduler = make_scheduler(12, max_model_len=112, preemption="swap", swap_blocks=40)
+    scheduler = make_scheduler(12, **SWAPS)
     sequences = crowd(scheduler)
     while not any(sequence.swapped for sequence in sequences):
         step(scheduler)
@@ -121,12 +109,9 @@ def test_no_sequence_gives_way_more_often_than_the_bound(bound: int) -> None:
 def test_the_less_urgent_gives_way_first() -> None:
     scheduler = make_scheduler(64)
     for number, priority in enumerate((0, 5, 0)):
-        scheduler.submit(
-            make_sequence(number, prompt(40, start=9 * number), max_tokens=20, priority=priority)
-        )
+        submit(scheduler, number, 40, start=9 * number, max_tokens=20, priority=priority)
     step(scheduler)
-    victim = victim_of(scheduler)
-    assert victim is not None
+    (victim,) = victims_of(scheduler)
     assert [sequence.sequence_id for sequence in victim.sequences] == [1]
 
 
@@ -136,35 +121,24 @@ def test_the_more_urgent_is_admitted_first_and_age_makes_up_for_priority() -> No
         sequence = make_sequence(number, prompt(20, start=9 * number), max_tokens=1)
         sequence.rank = rank
         scheduler.submit(sequence)
-    order = []
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        order += [row.sequence.sequence_id for row in plan.rows]
-        scheduler.commit(plan, run(plan))
-    assert order == [1, 2, 0]
+    assert [list(rows(scheduler)) for _ in range(3)] == [[1], [2], [0]]
 
 
 def test_prompts_beside_decodes_take_no_more_than_they_may() -> None:
     scheduler = make_scheduler(600, max_num_batched_tokens=2048)
-    scheduler.submit(make_sequence(0, prompt(20), max_tokens=30))
+    submit(scheduler, 0, 20, max_tokens=30)
     step(scheduler)
     scheduler.mixed_steps.limit_tokens = 100
-    scheduler.submit(make_sequence(1, prompt(450, start=7), max_tokens=3))
-    assert [row.num_tokens for row in scheduler.plan().rows] == [1, 100]
+    submit(scheduler, 1, 450, start=7, max_tokens=3)
+    assert rows(scheduler) == {0: 1, 1: 100}
 
 
 def churn(scheduler: Scheduler, groups: int, rounds: int) -> int:
-    """Prompts of several groups in turn, more than the pool holds; how many tokens were computed."""
-    computed = number = 0
-    for _ in range(rounds):
-        for group in range(groups):
-            scheduler.submit(make_sequence(number, prompt(65, start=13 * group), max_tokens=1))
-            number += 1
-            while scheduler.has_work:
-                plan = scheduler.plan()
-                computed += plan.num_tokens
-                scheduler.commit(plan, run(plan))
-                scheduler.check_invariants()
+    """Compute prompts of several groups in turn, more than the pool holds. Return how many tokens were computed."""
+    computed = 0
+    for number in range(rounds * groups):
+        submit(scheduler, number, 65, start=13 * (number % groups), max_tokens=1)
+        computed += run_to_end(scheduler)
     return computed
 
 
@@ -185,49 +159,18 @@ def test_a_small_host_cache_evicts_leaf_first() -> None:
     assert scheduler.host_cache.num_evictions > 0
 
 
-def test_names_anywhere_are_those_of_both_tiers_and_closed_under_prefixes() -> None:
-    scheduler = make_scheduler(8, max_model_len=128, host_cache_blocks=6)
-    told: set[bytes] = set()
-    on_gpu: set[bytes] = set()
-    parents: dict[bytes, bytes] = {}
-    for number in range(40):
-        start = (7 * number * number) % 5
-        sequence = make_sequence(
-            number, [*prompt(33, start=start), *prompt(30, start=number % 7)], max_tokens=2
-        )
-        names = sequence.names
-        scheduler.submit(sequence)
-        while scheduler.has_work:
-            step(scheduler)
-            changes = scheduler.cache.take_changes()
-            told = (told - set(changes.anywhere_removed)) | set(changes.anywhere_stored)
-            on_gpu = (on_gpu - set(changes.removed)) | set(changes.stored)
-            parents.update(zip(names[2:], names[1:-1], strict=True))
-            assert on_gpu <= told
-            assert all(parents[name] in told for name in told if name in parents)
-    assert scheduler.host_cache is not None
-    assert told == on_gpu | {name for name in parents if scheduler.host_cache.match([name])} | {  # type: ignore[list-item]
-        name
-        for name in parents.values()
-        if scheduler.host_cache.match([name])  # type: ignore[list-item]
-    }
-
-
 def test_a_host_block_that_cannot_be_read_fails_nobody_a_second_time() -> None:
     scheduler = make_scheduler(40, host_cache_blocks=32, max_model_len=160)
-    for group in range(10):
-        scheduler.submit(make_sequence(group, prompt(65, start=13 * group), max_tokens=1))
-        run_to_end(scheduler)
-    scheduler.submit(make_sequence(99, prompt(150, start=45), max_tokens=1))
+    churn(scheduler, groups=10, rounds=1)
+    submit(scheduler, 99, 150, start=45, max_tokens=1)
     scheduler.commit(scheduler.plan(), sampled(FAILED_TOKEN))
-    scheduler.submit(make_sequence(100, prompt(65, start=0), max_tokens=1))
+    submit(scheduler, 100, 65, start=0, max_tokens=1)
     plan = scheduler.plan()
     assert plan.from_host
     assert not plan.to_host, "there is room on the GPU"
     scheduler.fail(plan)
     scheduler.check_invariants()
-    again = make_sequence(101, prompt(65, start=0), max_tokens=1)
-    scheduler.submit(again)
+    again = submit(scheduler, 101, 65, start=0, max_tokens=1)
     plan = scheduler.plan()
     assert not plan.from_host
     scheduler.commit(plan, run(plan))
@@ -237,7 +180,7 @@ def test_a_host_block_that_cannot_be_read_fails_nobody_a_second_time() -> None:
 def test_a_failed_step_forgets_what_host_memory_was_to_hold() -> None:
     scheduler = make_scheduler(6, max_model_len=96, host_cache_blocks=8)
     churn(scheduler, groups=2, rounds=1)
-    scheduler.submit(make_sequence(100, prompt(65, start=45), max_tokens=1))
+    submit(scheduler, 100, 65, start=45, max_tokens=1)
     plan = scheduler.plan()
     assert plan.to_host
     scheduler.fail(plan)
@@ -249,23 +192,19 @@ def test_a_failed_step_forgets_what_host_memory_was_to_hold() -> None:
 def test_no_slot_of_host_memory_is_written_twice_in_one_step() -> None:
     scheduler = make_scheduler(12, max_model_len=192, host_cache_blocks=2)
     churn(scheduler, groups=2, rounds=1)
-    scheduler.submit(make_sequence(100, prompt(180, start=45), max_tokens=1))
-    plan = scheduler.plan()
-    slots = [slot for _, slot in plan.to_host]
+    submit(scheduler, 100, 180, start=45, max_tokens=1)
+    slots = [slot for _, slot in scheduler.plan().to_host]
     assert len(slots) == len(set(slots)) == 2
     assert scheduler.pool.num_evictions > 2
 
 
 def test_a_victim_whose_prompt_another_has_computed_meanwhile_takes_that() -> None:
-    scheduler = make_scheduler(
-        40, max_num_batched_tokens=48, preemption="swap", swap_blocks=8, max_num_seqs=4
-    )
-    victim = make_sequence(1, prompt(160), max_tokens=4)
-    scheduler.submit(make_sequence(0, prompt(20, start=30), max_tokens=60))
-    scheduler.submit(victim)
+    swaps: dict[str, Any] = {"preemption": "swap", "swap_blocks": 8}
+    scheduler = make_scheduler(40, max_num_batched_tokens=48, max_num_seqs=4, **swaps)
+    submit(scheduler, 0, 20, start=30, max_tokens=60)
+    victim = submit(scheduler, 1, 160, max_tokens=4)
     step(scheduler)
-    chosen = victim_of(scheduler)
-    assert chosen is not None
+    (chosen,) = victims_of(scheduler)
     scheduler._preempt(chosen)
     assert victim.swapped is not None
     helper = make_sequence(2, prompt(160), max_tokens=1)
@@ -276,22 +215,22 @@ def test_a_victim_whose_prompt_another_has_computed_meanwhile_takes_that() -> No
     assert scheduler.tables.swap.num_free == 8
 
 
-def movers(**changes: Any) -> Scheduler:
-    """Return a scheduler with two decoding sequences that may move, and another worker with room."""
-    settings = {"preemption": "auto", "host_cache_blocks": 8} | changes
-    scheduler = make_scheduler(64, **settings)
+ROOM = Elsewhere(num_blocks=40, setup_seconds=0.01, blocks_per_second=1000.0)
+
+
+def movers(n: int = 1, **changes: Any) -> Scheduler:
+    """Return a scheduler with two decoding requests that may move, the second with `n` outputs, and another worker
+    with room."""
+    scheduler = make_scheduler(64, **({"preemption": "auto", "host_cache_blocks": 8} | changes))
     for number in range(2):
-        sequence = make_sequence(number, prompt(48, start=9 * number), max_tokens=20)
+        outputs = {"n": n} if number else {}
+        sequence = make_sequence(number, prompt(48, start=9 * number), max_tokens=20, **outputs)
         sequence.may_move = True
         scheduler.submit(sequence)
     step(scheduler)
-    rates = scheduler.mixed_steps.rates
-    rates.prefill_tokens_per_second, rates.decode_tokens_per_second = 480.0, 20.0
+    measured(scheduler, prefill=480.0, decode=20.0)
     scheduler.elsewhere = ROOM
     return scheduler
-
-
-ROOM = Elsewhere(num_blocks=40, setup_seconds=0.01, blocks_per_second=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -311,43 +250,30 @@ def test_a_victim_moves_only_where_that_costs_less_than_to_stay(
 ) -> None:
     scheduler = movers(**changes)
     scheduler.elsewhere = room
-    victim = victim_of(scheduler)
-    assert victim is not None
+    (victim,) = victims_of(scheduler)
     assert victim.moves == moves
     assert victim.sequences == (scheduler.running[1],), "never the first of all"
+    scheduler.running[1].may_move = False
+    assert not victims_of(scheduler)[0].moves, "its router could not continue it"
 
 
 def test_a_long_wait_for_room_makes_a_slow_link_worth_it() -> None:
     scheduler = movers()
     scheduler.elsewhere = replace(ROOM, setup_seconds=0.2)
-    victim = victim_of(scheduler)
-    assert victim is not None
-    assert waiting_seconds(
-        victim.sequences, scheduler.running, scheduler.tables, scheduler.mixed_steps.rates
-    ) == pytest.approx(0.5 * 19 * 1 / 20.0)
+    (victim,) = victims_of(scheduler)
+    rates = scheduler.mixed_steps.rates
+    waiting = waiting_seconds(victim.sequences, scheduler.running, scheduler.tables, rates)
+    assert waiting == pytest.approx(0.5 * 19 * 1 / 20.0)
     assert victim.moves
-    scheduler.mixed_steps.rates.decode_tokens_per_second = 0.0
-    victim = victim_of(scheduler)
-    assert victim is not None
-    assert not victim.moves, "an unknown wait counts as none"
-
-
-def test_nothing_moves_that_its_router_could_not_continue() -> None:
-    scheduler = movers()
-    last = scheduler.running[1]
-    last.may_move = False
-    victim = victim_of(scheduler)
-    assert victim is not None
-    assert not victim.moves
+    rates.decode_tokens_per_second = 0.0
+    assert not victims_of(scheduler)[0].moves, "an unknown wait counts as none"
 
 
 def test_what_moves_is_given_back_once_and_leaves_its_blocks_cached() -> None:
     scheduler = movers()
     leaving = scheduler.running[1]
     names = leaving.names[1:]
-    victim = victim_of(scheduler)
-    assert victim is not None
-    scheduler._preempt(victim)
+    scheduler._preempt(victims_of(scheduler)[0])
     scheduler.check_invariants()
     assert leaving.is_over
     assert scheduler.take_given_back() == [leaving.request_id]
@@ -359,18 +285,9 @@ def test_what_moves_is_given_back_once_and_leaves_its_blocks_cached() -> None:
 
 
 def test_all_outputs_of_a_request_move_together() -> None:
-    scheduler = make_scheduler(64, preemption="auto", host_cache_blocks=8)
-    scheduler.submit(make_sequence(0, prompt(20), max_tokens=20))
-    request = make_sequence(1, prompt(48, start=9), max_tokens=20, n=3)
-    request.may_move = True
-    scheduler.submit(request)
-    step(scheduler)
-    rates = scheduler.mixed_steps.rates
-    rates.prefill_tokens_per_second, rates.decode_tokens_per_second = 480.0, 20.0
-    scheduler.elsewhere = ROOM
+    scheduler = movers(n=3)
     for _ in range(3):
         step(scheduler)
-    victim = victim_of(scheduler)
-    assert victim is not None
+    (victim,) = victims_of(scheduler)
     assert victim.moves
     assert {sequence.index for sequence in victim.sequences} == {0, 1, 2}

@@ -1,7 +1,6 @@
 """Inputs kept from step to step equal inputs built from scratch, whatever happens to the sequences."""
 
 import random
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -29,12 +28,12 @@ from hypothesis import strategies as st
 
 from tests.counted_work import lines_run
 
-from .scheduling import make_scheduler, make_sequence, run
+from .scheduling import make_scheduler, run, submit
 from .storm import Storm
 from .storm_device import Device
-from .test_storm import WEATHERS, blow
+from .weather import WEATHERS, blow
 
-ACTIONS = 3000
+ACTIONS = 1500
 CPU = torch.device("cpu")
 
 
@@ -85,26 +84,6 @@ def assert_from_scratch(inputs: StepInputs, rows: tuple[ScheduledRow, ...], bloc
     assert (inputs.wanted_Q.tolist(), list(inputs.last_R)) == (wanted, lasts)
 
 
-def test_a_table_too_short_for_its_context_is_refused_whatever_lay_in_its_row_before() -> None:
-    rows = Inputs(block_size=4)
-    sequences = [
-        Sequence(
-            sequence_id=SequenceId(number),
-            tokens=token_array([1] * 9),
-            prompt_length=9,
-            sampling=SamplingParams(),
-            names=[],
-            block_table=BlockTable(BlockId(3 * number + index) for index in range(3)),
-        )
-        for number in (0, 1)
-    ]
-    rows.prepare([ScheduledRow(sequence, 8, 1, True) for sequence in sequences], NewestTokens.none())
-    rows.forget([SequenceId(1)])
-    sequences[1].block_table.assign(sequences[1].block_table[:2])
-    with pytest.raises(ValueError, match="row 1: 2 blocks, 3 needed"):
-        rows.prepare([ScheduledRow(sequence, 8, 1, True) for sequence in sequences], NewestTokens.none())
-
-
 class PreparingDevice(Device):
     """Prepares each step before it runs, as a runner does."""
 
@@ -139,11 +118,11 @@ def test_inputs_kept_over_steps_are_those_from_scratch_in_any_storm(weather: str
         blow(storm, chance)
     storm.finish()
     # A storm in which nothing of it happened would prove nothing.
-    assert device.num_prepared > 200
-    assert device.num_plain > 200
-    assert storm.scheduler.num_preemptions > 5
-    assert device.moved["copies"] > 20
-    assert len(storm.sequences) > 40
+    assert device.num_prepared > 100
+    assert device.num_plain > 100
+    assert storm.scheduler.num_preemptions
+    assert device.moved["copies"]
+    assert len(storm.sequences) > 20
     device.inputs.forget(storm.scheduler._queues.ended())
     assert not len(device.inputs), "rows of sequences that are over are free again"
 
@@ -195,6 +174,17 @@ def test_only_a_step_that_computes_what_nobody_wants_has_a_plan_without_it(
     assert (Inputs().prepare(rows, NewestTokens.none()).wanted_plan is not None) == is_there
 
 
+def test_a_table_too_short_for_its_context_is_refused_whatever_lay_in_its_row_before() -> None:
+    inputs = Inputs(block_size=4)
+    decodes = [make_row(number, [3 * number + index for index in range(3)], end=9) for number in (0, 1)]
+    inputs.prepare(decodes, NewestTokens.none())
+    inputs.forget([SequenceId(1)])
+    table = decodes[1].sequence.block_table
+    table.assign(table[:2])
+    with pytest.raises(ValueError, match="row 1: 2 blocks, 3 needed"):
+        inputs.prepare(decodes, NewestTokens.none())
+
+
 def test_more_sequences_and_longer_tables_than_there_was_room_for() -> None:
     inputs, num_rows, num_blocks = Inputs(), 2 * FIRST_ROWS + 1, 3 * FIRST_BLOCKS + 1
     few = (make_row(0, [3, 1], end=20), make_row(1, [4], end=9))
@@ -212,44 +202,35 @@ def test_an_id_that_has_come_to_mean_another_sequence_has_that_ones_table() -> N
         assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)
 
 
-def _another_place(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
-    return make_row(1, [4], end=9), row
-
-
-def _another_version(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
-    row.sequence.block_table.assign(row.sequence.block_table)
-    return (row,)
-
-
-def _a_row_that_is_not_plain(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
-    return (row._replace(is_plain=False),)
-
-
-def _forgotten(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
-    inputs.forget([row.sequence.sequence_id])
-    return (row,)
-
-
-def _after_a_step_that_was_refused(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
-    with pytest.raises(ValueError, match="2 needed"):
-        inputs.prepare((row, make_row(1, [4], end=20)), NewestTokens.none())
+def changed(change: str, inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    """Return the rows of the next step after something by which a plain row is not the one before."""
+    match change:
+        case "another place":
+            return make_row(1, [4], end=9), row
+        case "another version":
+            row.sequence.block_table.assign(row.sequence.block_table)
+        case "not plain":
+            return (row._replace(is_plain=False),)
+        case "forgotten":
+            inputs.forget([row.sequence.sequence_id])
+        case "after a step that was refused":
+            with pytest.raises(ValueError, match="2 needed"):
+                inputs.prepare((row, make_row(1, [4], end=20)), NewestTokens.none())
     return (row,)
 
 
 @pytest.mark.parametrize(
     "change",
-    [_another_place, _another_version, _a_row_that_is_not_plain, _forgotten, _after_a_step_that_was_refused],
+    ["another place", "another version", "not plain", "forgotten", "after a step that was refused"],
 )
-def test_of_a_plain_row_at_its_place_the_blocks_are_looked_at_no_more(
-    change: Callable[[Inputs, ScheduledRow], tuple[ScheduledRow, ...]],
-) -> None:
+def test_of_a_plain_row_at_its_place_the_blocks_are_looked_at_no_more(change: str) -> None:
     """Seen by a change of a block that no plain row knows."""
     inputs, row = Inputs(), make_row(0, [3, 1], end=20)
     plain = row._replace(is_plain=True)
     assert_from_scratch(inputs.prepare((row,), NewestTokens.none()), (row,), 16)
     row.sequence.block_table.replace(1, BlockId(9))
     assert inputs.prepare((plain,), NewestTokens.none()).plan.block_table_RB[0, :2].tolist() == [3, 1]
-    rows = change(inputs, plain)
+    rows = changed(change, inputs, plain)
     assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)
 
 
@@ -271,9 +252,9 @@ def test_planning_and_preparing_a_decode_takes_few_lines_and_no_more_beside_othe
     def lines(num_rows: int) -> list[int]:
         scheduler = make_scheduler(256 * 40, max_num_batched_tokens=2**18, max_model_len=640)
         for number in range(num_rows):
-            scheduler.submit(make_sequence(number, [number] * (500 + number % 16), max_tokens=40))
+            submit(scheduler, number, [number] * (500 + number % 16), max_tokens=40)
         inputs, counts = Inputs(with_items=False), []
-        for _ in range(20):
+        for _ in range(12):
             plans: list[StepPlan] = []
 
             def step(plans: list[StepPlan] = plans) -> None:
@@ -286,5 +267,4 @@ def test_planning_and_preparing_a_decode_takes_few_lines_and_no_more_beside_othe
         return counts[1:]
 
     few, many = max(lines(128)), max(lines(256))
-    print(f"256 decodes planned and prepared in {many} lines of Python")
     assert many - few <= 50 * 128
