@@ -7,6 +7,7 @@ folders, some above.
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -55,12 +56,13 @@ def room(module: str) -> str:
     return module if folder in PACKAGES else folder
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     found = defaultdict[str, set[str]](set)
     for module, path in SOURCES.items():
         for other in imported(path):
             if (
-                other.split("/")[0] in PACKAGES
+                other.split("/")[0] in (*PACKAGES, "bench", "tests")
                 and not other.startswith("proto/v1")
                 and room(other) != room(module)
             ):

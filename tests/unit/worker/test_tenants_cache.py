@@ -1,7 +1,6 @@
 """One tenant's flood of prompts does not evict the others' prefixes from the GPU or from host memory."""
 
 import random
-from typing import Any
 
 import pytest
 from blockyard.proto.naming.block_hash import chain, root_name
@@ -85,11 +84,17 @@ PROTECTED = SYSTEM_TOKENS // 16 + 2
     [
         (True, 8, PROTECTED, 0.95, 1.0),
         (True, 64, PROTECTED, 0.95, 1.0),
-        (True, 64, 0, 0.0, 0.09),
+        (True, 64, 0, 0.0, 0.1),
         (False, 8, PROTECTED, 0.7, 1.0),
-        (False, 64, PROTECTED, 0.0, 0.09),
+        (False, 64, PROTECTED, 0.0, 0.1),
     ],
-    ids=["little runs", "memory is full", "full and unprotected", "no tenants, little runs", "no tenants, full"],
+    ids=[
+        "little runs",
+        "memory is full",
+        "full and unprotected",
+        "no tenants, little runs",
+        "no tenants, full",
+    ],
 )
 def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached(
     has_tenants: bool, max_num_seqs: int, protected: int, least: float, most: float
@@ -125,7 +130,9 @@ def test_only_work_of_others_is_kept_from_what_is_spared(tenant: TenantId, runs_
     run_to_end(scheduler)
 
 
-def served(scheduler: Scheduler, number: int, tokens: list[int], tenant: TenantId, **settings: int) -> Sequence:
+def served(
+    scheduler: Scheduler, number: int, tokens: list[int], tenant: TenantId, **settings: int
+) -> Sequence:
     sequence = submit(scheduler, number, tokens, tenant=tenant, **({"max_tokens": 2} | settings))
     run_to_end(scheduler)
     return sequence
