@@ -15,19 +15,9 @@ def names(tokens: list[int]) -> list[bytes]:
     return chain(bytes(16), tokens, 16)
 
 
-def test_a_request_counts_until_the_engine_takes_it() -> None:
+def test_a_prompt_counts_without_the_prefix_that_it_shares_with_an_earlier_one() -> None:
     arrivals = Arrivals(16)
-    packed, tokens = arrivals.add(names(SHARED), 1600)
-    assert (packed, tokens) == (marks(names(SHARED), 16), 1600)
-    load = arrivals.added_to(IDLE)
-    assert (load.waiting, load.queued_prefill_tokens) == (1, 1600)
-    arrivals.taken(tokens)
-    assert arrivals.added_to(IDLE) == IDLE
-
-
-def test_a_shared_prefix_is_computed_once() -> None:
-    arrivals = Arrivals(16)
-    arrivals.add(names(SHARED), 1600)
+    assert arrivals.add(names(SHARED), 1600) == (marks(names(SHARED), 16), 1600)
     _, tokens = arrivals.add(names([*SHARED, *range(5000, 5320)]), 1920)
     assert 320 <= tokens < 320 + 128
 
@@ -43,13 +33,12 @@ def test_a_withdrawn_prompt_takes_the_marks_that_no_other_has(
     while left:
         gone = left.pop(data.draw(st.integers(0, len(left) - 1)))
         others = {mark for packed in left for mark in split_marks(packed)}
-        assert split_marks(arrivals.withdraw(gone)) == [
-            mark for mark in split_marks(gone) if mark not in others
-        ]
+        expected = [mark for mark in split_marks(gone) if mark not in others]
+        assert split_marks(arrivals.withdraw(gone)) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 600), st.booleans()), max_size=40))
-def test_whatever_comes_the_sums_return_to_nothing(prompts: list[tuple[int, int, bool]]) -> None:
+def test_a_request_counts_until_the_engine_takes_it(prompts: list[tuple[int, int, bool]]) -> None:
     arrivals, under_way = Arrivals(16), []
     for first, length, is_taken in prompts:
         _, tokens = arrivals.add(names(list(range(first, first + length))), length)

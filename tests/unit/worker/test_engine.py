@@ -1,36 +1,12 @@
-"""The engine around scheduler and runner: deadlines, failing steps, load, and the thread that runs it."""
-
-import queue
-import threading
-import time
-from typing import Any
+"""The engine around scheduler and runner: deadlines, failing steps, load, cancels and priorities."""
 
 import pytest
-from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
-from blockyard.worker.engine_thread import EngineThread
-from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
-from blockyard.worker.scheduling.scheduler import SchedulerConfig
-from blockyard.worker.sequences.identifiers import BlockName
-from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState
 from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
 from blockyard.worker.simulated.runner import SimulatedRunner
 
-from .scheduling import ROOT
-
-
-class Clock:
-    """Virtual time: the simulated runner's sleep moves it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from .engines import Clock, make_engine, outputs_of, request
 
 
 class FailsAt(SimulatedRunner):
@@ -44,48 +20,8 @@ class FailsAt(SimulatedRunner):
         return super().execute(plan)
 
 
-def make_engine(
-    clock: Clock,
-    runner: type[SimulatedRunner] = SimulatedRunner,
-    num_blocks: int = 64,
-    *,
-    max_num_seqs: int = 256,
-    **settings: Any,
-) -> Engine:
-    simulated = runner(vocab_size=100, prefill_tokens_per_second=1000.0, step_seconds=0.1, sleep=clock.sleep)
-    config = SchedulerConfig(max_model_len=512, max_num_seqs=max_num_seqs)
-    return Engine(config, simulated, num_blocks=num_blocks, clock=clock, **settings)
-
-
-def request(
-    length: int = 20,
-    *,
-    max_tokens: int = 5,
-    deadline: float | None = None,
-    priority: int = 0,
-    token: int = 7,
-    **sampling: Any,
-) -> EngineRequest:
-    return EngineRequest(
-        token_ids=[token] * length,
-        prompt_length=length,
-        names=[BlockName(name) for name in (ROOT, *chain(ROOT, [token] * length, 16))],
-        sampling=SamplingParams(max_tokens=max_tokens, seed=length, **sampling),
-        deadline_seconds=deadline,
-        priority=priority,
-    )
-
-
-def outputs_of(engine: Engine) -> list[SequenceOutput]:
-    outputs: list[SequenceOutput] = []
-    while engine.has_work:
-        outputs += engine.step().outputs
-    return outputs
-
-
 def test_a_sequence_past_its_deadline_ends_and_frees_its_blocks() -> None:
-    clock = Clock()
-    engine = make_engine(clock)
+    engine = make_engine()
     engine.submit(request(max_tokens=50, deadline=0.35))
     outputs = outputs_of(engine)
     assert [not output.token_ids for output in outputs] == [False] * 4 + [True]
@@ -94,36 +30,28 @@ def test_a_sequence_past_its_deadline_ends_and_frees_its_blocks() -> None:
 
 
 def test_a_step_that_raises_ends_its_requests_and_the_next_one_is_served() -> None:
-    clock = Clock()
-    engine = make_engine(clock, FailsAt)
+    engine = make_engine(runner=FailsAt)
     engine.submit(request(max_tokens=9))
-    outputs = outputs_of(engine)
-    assert outputs[-1].state is SequenceState.FAILED
+    assert outputs_of(engine)[-1].state is SequenceState.FAILED
     engine.submit(request(30))
-    outputs = outputs_of(engine)
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert outputs_of(engine)[-1].finish_reason is FinishReason.LENGTH
     assert engine.pool.num_used == 0
 
 
 def test_small_prefills_do_not_pass_for_the_prefill_rate() -> None:
     """They compute about 10 tokens a step, 90 a second. 1,024 tokens in one step would be 911 a second."""
-    engine = make_engine(Clock())
-    engine.submit(request(400, max_tokens=1))
-    outputs_of(engine)
-    for length in range(402, 420):
+    engine = make_engine()
+    for length in (400, *range(402, 420)):
         engine.submit(request(length, max_tokens=1))
         outputs_of(engine)
     assert engine.load().prefill_tokens_per_second == pytest.approx(911, rel=0.25)
 
 
 def test_load_counts_what_runs_and_what_was_reused() -> None:
-    clock = Clock()
-    engine = make_engine(clock)
+    engine = make_engine()
     engine.submit(request(33))
     engine.submit(request(33))
-    assert engine.load().queued_prefill_tokens == 33 + 1, (
-        "the second prompt waits for the first one's two blocks"
-    )
+    assert engine.load().queued_prefill_tokens == 33 + 1, "the second waits for the first one's two blocks"
     engine.step()
     load = engine.load()
     assert (load.running, load.waiting, load.queued_prefill_tokens) == (2, 0, 0)
@@ -135,118 +63,11 @@ def test_load_counts_what_runs_and_what_was_reused() -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="a prompt of 0 tokens"):
-        make_engine(Clock()).submit(request(0))
-
-
-def test_cancel_is_silent_and_harmless_twice() -> None:
-    engine = make_engine(Clock())
-    sequence_id = engine.submit(request())
-    engine.step()
-    engine.cancel(sequence_id)
-    engine.cancel(sequence_id)
-    assert outputs_of(engine) == []
-    assert engine.pool.num_used == 0
-
-
-def test_the_thread_runs_commands_between_steps_and_stops() -> None:
-    done = threading.Event()
-    seen: list[SequenceOutput] = []
-
-    def on_step(result: StepResult, load: EngineLoad) -> None:
-        seen.extend(result.outputs)
-        if any(output.finish_reason for output in result.outputs):
-            done.set()
-
-    thread = EngineThread(make_engine(Clock()), on_step)
-    thread.start()
-    try:
-        assert thread.call(lambda engine: engine.submit(request())).result(timeout=10) == 0
-        assert done.wait(10)
-        with pytest.raises(ValueError, match="a prompt of 0"):
-            thread.call(lambda engine: engine.submit(request(0))).result(timeout=10)
-    finally:
-        thread.stop()
-    assert [output.token_offset for output in seen] == list(range(5))
-
-
-def test_a_cancel_of_the_last_sequence_is_reported_though_no_step_follows() -> None:
-    loads: queue.SimpleQueue[EngineLoad] = queue.SimpleQueue()
-    engine = make_engine(Clock())
-    thread = EngineThread(engine, lambda result, load: loads.put(load))
-
-    def submit_and_cancel(engine: Engine) -> None:
-        """Between two looks of the thread: what it reports is the cancel alone."""
-        sequence_id = engine.submit(request(max_tokens=400))
-        engine.step()
-        engine.cancel(sequence_id)
-
-    thread.start()
-    try:
-        thread.call(submit_and_cancel)
-        load = loads.get(timeout=10)
-    finally:
-        thread.stop()
-    assert (load.running, load.used_blocks, load.generated_tokens) == (0, 0, 1)
-
-
-def test_commands_that_never_end_put_no_step_off() -> None:
-    done = threading.Event()
-    thread = EngineThread(
-        make_engine(Clock()),
-        lambda result, load: done.set() if any(output.is_last for output in result.outputs) else None,
-    )
-
-    def again(engine: Engine) -> None:
-        if not done.is_set():
-            thread.call(again)
-
-    thread.start()
-    try:
-        thread.call(again)
-        thread.call(lambda engine: engine.submit(request()))
-        assert done.wait(10)
-    finally:
-        done.set()
-        thread.stop(10)
-
-
-def test_a_command_that_hangs_shows_as_a_step_does() -> None:
-    released = threading.Event()
-    thread = EngineThread(make_engine(Clock()), lambda result, load: None)
-    thread.start()
-    try:
-        hangs = thread.call(lambda engine: released.wait(20))
-        deadline = time.monotonic() + 10
-        while thread.stalled_seconds < 0.05:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        released.set()
-        assert hangs.result(timeout=10)
-        while thread.stalled_seconds:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        released.set()
-        thread.stop(10)
-
-
-def test_a_defect_ends_the_thread_and_is_reported() -> None:
-    died = threading.Event()
-    engine = make_engine(Clock())
-
-    def broken_plan() -> StepPlan:
-        raise AssertionError("an impossible state")
-
-    engine.scheduler.plan = broken_plan  # type: ignore[method-assign]
-    thread = EngineThread(engine, lambda result, load: None, died.set)
-    thread.start()
-    thread.call(lambda engine: engine.submit(request()))
-    assert died.wait(10)
-    thread.stop()
+        make_engine().submit(request(0))
 
 
 def test_what_cannot_meet_its_deadline_is_shed_before_it_costs_prefill() -> None:
-    engine = make_engine(Clock())
+    engine = make_engine()
     engine.submit(request(400, max_tokens=1))
     outputs_of(engine)
     hopeless = engine.submit(request(450, deadline=0.15, token=8))
@@ -258,8 +79,7 @@ def test_what_cannot_meet_its_deadline_is_shed_before_it_costs_prefill() -> None
 
 
 def test_a_prompt_is_not_shed_for_what_waits_behind_it() -> None:
-    clock = Clock()
-    engine = make_engine(clock, max_num_seqs=1)
+    engine = make_engine(config={"max_num_seqs": 1})
     engine.submit(request(400, max_tokens=20))
     engine.step()
     engine.submit(request(300, deadline=3.0))
@@ -274,7 +94,7 @@ def starts_of(engine: Engine) -> list[int]:
 
 
 def test_a_better_priority_is_served_first_and_equals_in_order_of_arrival() -> None:
-    engine = make_engine(Clock(), max_num_seqs=1)
+    engine = make_engine(config={"max_num_seqs": 1})
     for priority in (1, 0, -1, 0):
         engine.submit(request(priority=priority))
     assert starts_of(engine) == [2, 1, 3, 0]
@@ -283,7 +103,7 @@ def test_a_better_priority_is_served_first_and_equals_in_order_of_arrival() -> N
 @pytest.mark.parametrize(("waited_seconds", "order"), [(9.0, [1, 0]), (11.0, [0, 1])])
 def test_waiting_makes_up_for_a_step_of_priority(waited_seconds: float, order: list[int]) -> None:
     clock = Clock()
-    engine = make_engine(clock, max_num_seqs=1, ageing_seconds=10.0)
+    engine = make_engine(clock, config={"max_num_seqs": 1}, ageing_seconds=10.0)
     engine.submit(request(priority=1))
     clock.now += waited_seconds
     engine.submit(request(priority=0))
@@ -303,8 +123,7 @@ def test_a_long_prompt_takes_no_longer_beside_decodes_than_a_mixed_step_may() ->
         if any(output.request_id == decoding for output in engine.step().outputs):
             gaps.append(clock.now - last)
             last = clock.now
-    print(f"longest gap {max(gaps):.3f} s, of steps of 0.1 s and 1000 tokens/s")
-    assert 0.2 < max(gaps) < 0.45
+    assert 0.2 < max(gaps) < 0.45, "steps of 0.1 s, and 1000 tokens a second"
 
 
 def test_many_decodes_get_no_longer_pauses_for_a_prompt_than_one_does() -> None:
@@ -321,14 +140,13 @@ def test_many_decodes_get_no_longer_pauses_for_a_prompt_than_one_does() -> None:
     for token in (8, 9, 10):
         waiting = engine.submit(request(450, max_tokens=1, token=token))
         gaps.clear()
-        for _ in range(100):
+        is_computed = False
+        while not is_computed:
+            assert len(gaps) < 100, "the prompt is not computed"
             before = clock.now
             outputs = engine.step().outputs
             gaps.append(clock.now - before)
-            if any(output.request_id == waiting for output in outputs):
-                break
-        else:
-            pytest.fail("the prompt is not computed")
+            is_computed = any(output.request_id == waiting for output in outputs)
     assert len(gaps) > 450 // 80, "steps of 0.1 s, and 0.05 for a prompt at 1000 tokens/s"
     assert max(gaps) < 0.18
 
@@ -343,8 +161,7 @@ class DecodesCost(SimulatedRunner):
 
 def test_prompts_are_not_starved_by_decodes_that_take_long_by_themselves() -> None:
     """16 decodes take 1.06 s, of which one alone tells nothing; prompts come without a gap between them."""
-    clock = Clock()
-    engine = make_engine(clock, DecodesCost, num_blocks=600, mixed_step_seconds=0.1)
+    engine = make_engine(runner=DecodesCost, num_blocks=600, mixed_step_seconds=0.1)
     engine.submit(request(max_tokens=30))
     outputs_of(engine)
     for _ in range(16):
@@ -361,19 +178,29 @@ def test_prompts_are_not_starved_by_decodes_that_take_long_by_themselves() -> No
 
 
 def test_a_trial_that_was_forgotten_leaves_no_times_of_decodes() -> None:
-    clock = Clock()
-    engine = make_engine(clock, mixed_step_seconds=0.1)
+    engine = make_engine(mixed_step_seconds=0.1)
     engine.submit(request(max_tokens=4))
     outputs_of(engine)
-    assert engine.mixed_steps.decode_times.expected(1) == pytest.approx(0.1, rel=0.05)
+    times = lambda: engine.mixed_steps.decode_times.expected(1)  # noqa: E731
+    assert times() == pytest.approx(0.1, rel=0.05)
     engine.forget_history(keeps_rates=True)
-    assert engine.mixed_steps.decode_times.expected(1) > 0
+    assert times() > 0
     engine.forget_history(keeps_rates=False)
-    assert engine.mixed_steps.decode_times.expected(1) == 0
+    assert times() == 0
+
+
+def test_cancel_is_silent_and_harmless_twice() -> None:
+    engine = make_engine()
+    sequence_id = engine.submit(request())
+    engine.step()
+    engine.cancel(sequence_id)
+    engine.cancel(sequence_id)
+    assert outputs_of(engine) == []
+    assert engine.pool.num_used == 0
 
 
 def test_one_output_is_cancelled_and_a_second_cancel_of_it_leaves_the_others() -> None:
-    engine = make_engine(Clock())
+    engine = make_engine()
     request_id = engine.submit(request(max_tokens=9, n=2))
     assert engine.cancel(request_id, 1), "which cannot be ended alone before they fork"
     engine.step()
@@ -385,7 +212,7 @@ def test_one_output_is_cancelled_and_a_second_cancel_of_it_leaves_the_others() -
 
 
 def test_the_end_of_the_last_output_by_cancel_ends_the_request() -> None:
-    engine = make_engine(Clock())
+    engine = make_engine()
     request_id = engine.submit(request(max_tokens=9, n=2))
     engine.step()
     assert engine.cancel(request_id, 0)
@@ -395,7 +222,7 @@ def test_the_end_of_the_last_output_by_cancel_ends_the_request() -> None:
 
 
 def test_beams_are_cancelled_together_only() -> None:
-    engine = make_engine(Clock())
+    engine = make_engine()
     request_id = engine.submit(request(max_tokens=9, n=2, beam_width=3))
     engine.step()
     assert engine.cancel(request_id, 0)

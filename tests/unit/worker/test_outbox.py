@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from blockyard.proto.naming.marks import MAX_MARKS_BYTES
 from blockyard.proto.v1 import session_pb2
-from blockyard.proto.v1.session_pb2 import RejectReason
+from blockyard.proto.v1.session_pb2 import RejectReason, StepOutput
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.phases import Phase, PhaseKind
@@ -18,49 +18,46 @@ IDLE = EngineLoad(**dict.fromkeys(EngineLoad.__dataclass_fields__, 0))
 def output(
     token: int | None, offset: int, finish: FinishReason | None = None, **changes: Any
 ) -> SequenceOutput:
-    state = (
-        SequenceState.FINISHED
-        if finish
-        else SequenceState.RUNNING
-        if token is not None
-        else SequenceState.FAILED
-    )
+    running = SequenceState.FAILED if token is None else SequenceState.RUNNING
     return SequenceOutput(
         request_id=RequestId(0),
         token_offset=offset,
         cached_tokens=16,
-        state=state,
+        state=SequenceState.FINISHED if finish else running,
         finish_reason=finish,
         **({"token_ids": () if token is None else (token,)} | changes),
     )
 
 
+def steps(outbox: Outbox) -> list[StepOutput]:
+    """Take what waits. Nothing is left then."""
+    messages = outbox.take(IDLE)
+    assert outbox.take(IDLE) == []
+    return [message.step for message in messages]
+
+
 def test_steps_that_were_not_taken_become_one_row_a_sequence() -> None:
     outbox = Outbox()
-    for step in range(500):
-        outbox.add(1, output(step, step))
-        outbox.add(2, output(1000 + step, 7 + step, FinishReason.LENGTH if step == 499 else None))
-    (message,) = outbox.take(IDLE)
-    assert list(message.step.handles) == [1, 2]
-    assert list(message.step.token_offsets) == [0, 7]
-    assert list(message.step.token_counts) == [500, 500]
-    assert list(message.step.token_ids) == [*range(500), *range(1000, 1500)]
-    assert list(message.step.finish_reasons) == [0, 2]
-    assert outbox.take(IDLE) == []
+    for number in range(500):
+        outbox.add(1, output(number, number))
+        outbox.add(2, output(1000 + number, 7 + number, FinishReason.LENGTH if number == 499 else None))
+    (step,) = steps(outbox)
+    assert list(step.handles) == [1, 2]
+    assert list(step.token_offsets) == [0, 7]
+    assert list(step.token_counts) == [500, 500]
+    assert list(step.token_ids) == [*range(500), *range(1000, 1500)]
+    assert list(step.finish_reasons) == [0, 2]
+    assert not step.indexes, "each request has one output"
+    assert not step.details
 
 
-def test_only_the_newest_ping_is_answered() -> None:
-    outbox = Outbox()
-    outbox.reported = IDLE
-    for nonce in range(2000):
-        outbox.answer_ping(nonce, IDLE)
-    assert [message.pong.nonce for message in outbox.take(IDLE)] == [1999]
-
-
-def test_the_load_is_said_once_for_each_change() -> None:
+def test_only_the_newest_ping_is_answered_and_the_load_is_said_once_for_each_change() -> None:
     outbox = Outbox()
     assert len(outbox.take(IDLE)) == 1
     assert outbox.take(IDLE) == []
+    for nonce in range(2000):
+        outbox.answer_ping(nonce, IDLE)
+    assert [message.pong.nonce for message in outbox.take(IDLE)] == [1999]
 
 
 def test_requests_that_end_without_an_answer_say_why() -> None:
@@ -76,99 +73,81 @@ def test_requests_that_end_without_an_answer_say_why() -> None:
     }
 
 
-def test_a_request_with_one_output_needs_no_index_and_no_details() -> None:
-    outbox = Outbox()
-    outbox.add(1, output(5, 0))
-    (message,) = outbox.take(IDLE)
-    assert (list(message.step.indexes), list(message.step.details)) == ([], [])
-
-
 def test_outputs_of_one_request_have_rows_of_their_own() -> None:
     outbox = Outbox()
-    for step in range(3):
+    for number in range(3):
         for index in (0, 2):
-            outbox.add(1, output(10 * index + step, step, index=index))
-        outbox.add(7, output(99, step))
-    (message,) = outbox.take(IDLE)
-    assert list(message.step.handles) == [1, 1, 7]
-    assert list(message.step.indexes) == [0, 2, 0]
-    assert list(message.step.token_ids) == [0, 1, 2, 20, 21, 22, 99, 99, 99]
+            outbox.add(1, output(10 * index + number, number, index=index))
+        outbox.add(7, output(99, number))
+    (step,) = steps(outbox)
+    assert list(step.handles) == [1, 1, 7]
+    assert list(step.indexes) == [0, 2, 0]
+    assert list(step.token_ids) == [0, 1, 2, 20, 21, 22, 99, 99, 99]
 
 
 def test_logprobs_are_merged_with_their_tokens() -> None:
     outbox = Outbox()
     prompt = (TokenLogprob(3, -1.5, 2), TokenLogprob(4, -0.5, 1))
     outbox.add(6, output(1, 0))
-    for step in range(3):
-        logprob = TokenLogprob(50 + step, -float(step), 1 + step, ((7, -0.25),))
-        first = {"prompt_logprobs": prompt} if step == 0 else {}
-        outbox.add(5, output(50 + step, step, logprobs=(logprob,), **first))
-    (message,) = outbox.take(IDLE)
-    (details,) = message.step.details
-    assert message.step.handles[details.row] == 5
-    assert [(t.token_id, t.logprob, t.rank) for t in details.logprobs] == [
-        (50, 0, 1),
-        (51, -1, 2),
-        (52, -2, 3),
-    ]
+    for number in range(3):
+        logprob = TokenLogprob(50 + number, -float(number), 1 + number, ((7, -0.25),))
+        first = {"prompt_logprobs": prompt} if number == 0 else {}
+        outbox.add(5, output(50 + number, number, logprobs=(logprob,), **first))
+    (step,) = steps(outbox)
+    (details,) = step.details
+    assert step.handles[details.row] == 5
+    found = [(each.token_id, each.logprob, each.rank) for each in details.logprobs]
+    assert found == [(50, 0, 1), (51, -1, 2), (52, -2, 3)]
     assert [(top.token_id, top.logprob) for top in details.logprobs[0].top] == [(7, -0.25)]
-    assert [(t.token_id, t.rank) for t in details.prompt_logprobs] == [(3, 2), (4, 1)]
+    assert [(each.token_id, each.rank) for each in details.prompt_logprobs] == [(3, 2), (4, 1)]
     assert not details.HasField("beam_score")
 
 
 def test_a_beam_brings_all_its_tokens_and_its_score_even_where_that_is_0() -> None:
     outbox = Outbox()
-    finish = FinishReason.STOP
     for index, score in enumerate((0.0, -2.0)):
         scores = {"cumulative_logprob": 3 * score, "beam_score": score}
-        outbox.add(1, output(0, 0, finish, index=index, token_ids=(4, 5, 6), stop_token=6, **scores))
-    (message,) = outbox.take(IDLE)
-    assert list(message.step.token_counts) == [3, 3]
-    assert list(message.step.stop_tokens) == [7, 7]
-    found = [(d.row, d.beam_score, d.cumulative_logprob) for d in message.step.details]
+        tokens = {"token_ids": (4, 5, 6), "stop_token": 6}
+        outbox.add(1, output(0, 0, FinishReason.STOP, index=index, **tokens, **scores))
+    (step,) = steps(outbox)
+    assert list(step.token_counts) == [3, 3]
+    assert list(step.stop_tokens) == [7, 7]
+    found = [(d.row, d.beam_score, d.cumulative_logprob) for d in step.details]
     assert found == [(0, 0.0, 0.0), (1, -2.0, -6.0)]
 
 
-def test_an_embedding_is_a_row_without_tokens_that_ends() -> None:
-    outbox = Outbox()
-    outbox.add(1, output(None, 0, FinishReason.STOP, embedding=b"\0" * 256))
-    (message,) = outbox.take(IDLE)
-    assert (list(message.step.handles), list(message.step.token_counts)) == ([1], [0])
-    assert list(message.step.finish_reasons) == [1]
-    assert message.step.details[0].embedding == b"\0" * 256
-    assert not message.step.failed_handles
-
-
-def test_large_embeddings_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_are_rows_without_tokens_that_end_and_large_ones_go_in_several_messages() -> None:
     outbox = Outbox()
     for handle in range(400):
-        outbox.add(handle, output(None, 0, FinishReason.STOP, embedding=b"\0" * 2**16))
-    messages = outbox.take(IDLE)
-    assert [handle for message in messages for handle in message.step.handles] == list(range(400))
-    assert max(message.ByteSize() for message in messages) < 8 * 2**20
+        outbox.add(handle, output(None, 0, FinishReason.STOP, embedding=handle.to_bytes(2) * 2**15))
+    messages = steps(outbox)
+    assert [handle for step in messages for handle in step.handles] == list(range(400))
+    assert max(step.ByteSize() for step in messages) < 8 * 2**20
+    first = messages[0]
+    assert (first.token_counts[1], first.finish_reasons[1], len(first.failed_handles)) == (0, 1, 0)
+    assert first.details[1].embedding == b"\0\1" * 2**15
 
 
 def test_tokens_that_wait_go_out_before_their_request_fails() -> None:
     outbox = Outbox()
     outbox.add(1, output(5, 0, index=1))
     outbox.add(1, output(None, 0))
-    (message,) = outbox.take(IDLE)
-    assert (list(message.step.handles), list(message.step.failed_handles)) == ([1], [1])
+    (step,) = steps(outbox)
+    assert (list(step.handles), list(step.failed_handles)) == ([1], [1])
 
 
 def test_many_logprobs_go_in_several_messages_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_LOGPROBS_A_MESSAGE > 1000
     monkeypatch.setattr("blockyard.worker.session.outbox.MAX_LOGPROBS_A_MESSAGE", 1000)
     outbox = Outbox()
-    scores = (TokenLogprob(1, -1.0, 1),) * 499
     for handle in range(5):
-        outbox.add(handle, output(7, 0, prompt_logprobs=scores))
+        outbox.add(handle, output(7, 0, prompt_logprobs=(TokenLogprob(1, -1.0, 1),) * 499))
     outbox.add(9, output(None, 0))
-    messages = [message.step for message in outbox.take(IDLE)]
-    assert [list(step.handles) for step in messages] == [[0, 1], [2, 3], [4]]
-    assert [[detail.row for detail in step.details] for step in messages] == [[0, 1], [0, 1], [0]]
-    assert [list(step.failed_handles) for step in messages] == [[], [], [9]]
-    assert outbox.take(IDLE) == []
+    found = [
+        (list(step.handles), [detail.row for detail in step.details], list(step.failed_handles))
+        for step in steps(outbox)
+    ]
+    assert found == [([0, 1], [0, 1], []), ([2, 3], [0, 1], []), ([4], [0], [9])]
 
 
 def test_what_is_given_back_comes_behind_its_tokens_and_a_drain_before_all() -> None:
@@ -182,7 +161,6 @@ def test_what_is_given_back_comes_behind_its_tokens_and_a_drain_before_all() -> 
     assert rejected.rejected.handle == 2
     assert (list(step.step.token_ids), list(step.step.failed_handles)) == ([5], [1])
     assert list(step.step.failed_reasons) == [RejectReason.REJECT_REASON_DRAINING]
-    outbox.reported = IDLE
     assert outbox.take(IDLE) == []
 
 
@@ -192,12 +170,26 @@ def test_a_withdrawn_mark_that_arrives_again_stays_and_one_withdrawn_last_goes()
     outbox.tell_withdrawal(first)
     outbox.tell_arrival(first + second)
     outbox.tell_withdrawal(second)
-    (message,) = outbox.take(IDLE)
-    assert (message.step.arrived_marks, message.step.withdrawn_marks) == (first + second, second)
-    assert outbox.take(IDLE) == []
+    (step,) = steps(outbox)
+    assert (step.arrived_marks, step.withdrawn_marks) == (first + second, second)
     for number in range(MAX_MARKS_BYTES // 8 + 5):
         outbox.tell_withdrawal(number.to_bytes(8))
-    assert len(outbox.take(IDLE)[0].step.withdrawn_marks) == MAX_MARKS_BYTES
+    (step,) = steps(outbox)
+    assert len(step.withdrawn_marks) == MAX_MARKS_BYTES
+
+
+def test_marks_of_arrivals_are_told_once_and_a_slow_router_gets_the_last() -> None:
+    outbox = Outbox()
+    outbox.tell_arrival(b"a" * 8)
+    outbox.tell_arrival(b"b" * 8)
+    (step,) = steps(outbox)
+    assert step.arrived_marks == b"a" * 8 + b"b" * 8
+    for _ in range(MAX_MARKS_BYTES // 256 + 1):
+        outbox.tell_arrival(b"c" * 256)
+    outbox.tell_arrival(b"d" * 8)
+    (step,) = steps(outbox)
+    assert len(step.arrived_marks) == MAX_MARKS_BYTES
+    assert step.arrived_marks.endswith(b"c" * 8 + b"d" * 8)
 
 
 def test_each_load_comes_with_the_last_request_that_it_counts() -> None:
@@ -210,32 +202,16 @@ def test_each_load_comes_with_the_last_request_that_it_counts() -> None:
     assert (pong.pong.last_handle, step.step.last_handle) == (3, 4)
 
 
-def test_marks_of_arrivals_are_told_once_and_a_slow_router_gets_the_last() -> None:
-    outbox = Outbox()
-    outbox.tell_arrival(b"a" * 8)
-    outbox.tell_arrival(b"b" * 8)
-    (message,) = outbox.take(IDLE)
-    assert message.step.arrived_marks == b"a" * 8 + b"b" * 8
-    assert outbox.take(IDLE) == []
-    for _ in range(MAX_MARKS_BYTES // 256 + 1):
-        outbox.tell_arrival(b"c" * 256)
-    outbox.tell_arrival(b"d" * 8)
-    marks = outbox.take(IDLE)[0].step.arrived_marks
-    assert len(marks) == MAX_MARKS_BYTES
-    assert marks.endswith(b"c" * 8 + b"d" * 8)
-
-
 def test_phases_go_out_once_before_the_rows_and_a_slow_router_hears_of_the_last_ones() -> None:
     outbox = Outbox()
     for kind in PhaseKind:
         outbox.report_phase(3, Phase(kind, 0.5, 1.5, 2, 4))
-    (message,) = outbox.take(IDLE)
-    assert [phase.handle for phase in message.step.phases] == [3] * len(PhaseKind)
-    names = [session_pb2.PhaseKind.Name(phase.kind) for phase in message.step.phases]
+    (step,) = steps(outbox)
+    assert [phase.handle for phase in step.phases] == [3] * len(PhaseKind)
+    names = [session_pb2.PhaseKind.Name(phase.kind) for phase in step.phases]
     assert names == [f"PHASE_KIND_{kind.name}" for kind in PhaseKind]
     assert set(names) == set(session_pb2.PhaseKind.keys()) - {"PHASE_KIND_UNSPECIFIED"}
-    assert outbox.take(IDLE) == []
     for number in range(2 * MAX_PHASES):
         outbox.report_phase(number, Phase(PhaseKind.QUEUE, 0.0, 1.0, 0, 0))
-    (message,) = outbox.take(IDLE)
-    assert [phase.handle for phase in message.step.phases] == list(range(MAX_PHASES, 2 * MAX_PHASES))
+    (step,) = steps(outbox)
+    assert [phase.handle for phase in step.phases] == list(range(MAX_PHASES, 2 * MAX_PHASES))

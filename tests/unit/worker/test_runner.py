@@ -53,13 +53,15 @@ def expected_token() -> int:
     return reference_greedy(shared_checkpoint("LlamaForCausalLM"), tuple(TOKENS), 1).tokens[0]
 
 
-def test_copies_are_done_before_the_step_reads_them(runner: TorchRunner) -> None:
+def test_copies_are_done_before_the_step_reads_them_or_without_a_step(runner: TorchRunner) -> None:
     runner.execute(StepPlan(step=0, rows=(make_row([0, 1, 2]),)))
     copies = ((BlockId(0), BlockId(7)), (BlockId(1), BlockId(9)))
     reader = make_row([7, 9, 3], start=32)
     assert runner.execute(StepPlan(step=1, rows=(reader,), copies=copies)).tokens == [expected_token()]
+    only = ((BlockId(0), BlockId(8)),)
+    assert runner.execute(StepPlan(step=2, rows=(), copies=only)) == StepTokens(tokens=[])
     for pool in runner.kv_pools:
-        assert torch.equal(pool[[0, 1]], pool[[7, 9]])
+        assert torch.equal(pool[[0, 1, 0]], pool[[7, 9, 8]])
 
 
 def test_a_block_saved_to_the_host_may_be_filled_again_and_copied_in_one_step(runner: TorchRunner) -> None:
@@ -83,13 +85,6 @@ def test_a_block_saved_to_the_host_may_be_filled_again_and_copied_in_one_step(ru
     assert all(
         torch.equal(pool[[10, 11]], blocks) for pool, blocks in zip(runner.kv_pools, saved, strict=True)
     )
-
-
-def test_a_step_may_only_move_blocks(runner: TorchRunner) -> None:
-    runner.execute(StepPlan(step=0, rows=(make_row([0, 1, 2]),)))
-    copies = ((BlockId(0), BlockId(7)),)
-    assert runner.execute(StepPlan(step=1, rows=(), copies=copies)) == StepTokens(tokens=[])
-    assert torch.equal(runner.kv_pools[0][0], runner.kv_pools[0][7])
 
 
 class OnlyToken:
@@ -134,17 +129,14 @@ def test_grammar_masks_rule_the_choice_and_not_the_logprobs(runner: TorchRunner)
 
 
 def test_what_a_sequence_left_goes_when_it_ends_even_in_a_step_without_work(runner: TorchRunner) -> None:
+    runner.warm_up()
+    assert len(runner._sampler.state) == 0
+    assert not runner._newest
     row = make_row([0, 1, 2], sampling=SamplingParams(frequency_penalty=1.0, bad_token_ids=frozenset({1})))
     runner.execute(StepPlan(step=0, rows=(row,)))
     assert len(runner._sampler.state) == 1
     runner.execute(StepPlan(step=1, rows=(), ended=(row.sequence.sequence_id,)))
     assert len(runner._sampler.state) == runner._sampler.state.counts.num_used == 0
-
-
-def test_warm_up_leaves_nothing_behind(runner: TorchRunner) -> None:
-    runner.warm_up()
-    assert len(runner._sampler.state) == 0
-    assert not runner._newest
 
 
 def test_warm_up_settles_a_nucleus_so_that_no_request_waits_for_its_kernel(

@@ -16,22 +16,6 @@ from .sampling import Draw, make_row
 VOCAB_SIZE = 100
 
 
-def execute(*rows: ScheduledRow) -> StepTokens:
-    runner = SimulatedRunner(
-        vocab_size=VOCAB_SIZE, prefill_tokens_per_second=1e9, step_seconds=0.0, sleep=lambda seconds: None
-    )
-    return runner.execute(StepPlan(step=0, rows=rows))
-
-
-def test_tokens_of_seed_and_position_never_change() -> None:
-    """Other workers, perhaps of another version, continue the same request."""
-    rows = [
-        make_row(Draw(SamplingParams(seed=seed), position, 0), seed)
-        for seed, position in ((0, 5), (1, 5), (-7, 900))
-    ]
-    assert execute(*rows) == StepTokens(tokens=[84, 49, 35])
-
-
 class Even:
     """Masks that let even tokens come, and none after the vocabulary's middle."""
 
@@ -49,21 +33,25 @@ class Even:
         self.forgotten += ended
 
 
-def test_under_a_grammar_the_next_token_comes_that_may() -> None:
-    """Without a grammar the rows draw 84, 49 and 35. The third row has no grammar."""
+def execute(*rows: ScheduledRow, masks: Even | None = None) -> StepTokens:
+    runner = SimulatedRunner(
+        vocab_size=VOCAB_SIZE, prefill_tokens_per_second=1e9, step_seconds=0.0, sleep=lambda seconds: None
+    )
+    if masks is not None:
+        runner.grammars = SimulatedGrammars(masks, VOCAB_SIZE)
+    return runner.execute(StepPlan(step=0, rows=rows, ended=(SequenceId(7),)))
+
+
+def test_tokens_of_seed_and_position_never_change_and_under_a_grammar_the_next_one_comes_that_may() -> None:
+    """Other workers, perhaps of another version, continue the same request."""
     rows = [
         make_row(Draw(SamplingParams(seed=seed), position, 0), seed)
         for seed, position in ((0, 5), (1, 5), (-7, 900))
     ]
-    for row in rows[:2]:
-        row.sequence.grammar = "even"
+    assert execute(*rows) == StepTokens(tokens=[84, 49, 35])
+    rows[0].sequence.grammar = rows[1].sequence.grammar = "even"
     masks = Even()
-    runner = SimulatedRunner(
-        vocab_size=VOCAB_SIZE, prefill_tokens_per_second=1e9, step_seconds=0.0, sleep=lambda seconds: None
-    )
-    runner.grammars = SimulatedGrammars(masks, VOCAB_SIZE)
-    result = runner.execute(StepPlan(step=0, rows=tuple(rows), ended=(SequenceId(7),)))
-    assert result == StepTokens(tokens=[0, 0, 35])
+    assert execute(*rows, masks=masks) == StepTokens(tokens=[0, 0, 35])
     assert masks.forgotten == [SequenceId(7)]
 
 
@@ -73,9 +61,10 @@ def test_outputs_of_a_fork_are_those_of_their_index() -> None:
     alone = [execute(make_row(Draw(SamplingParams(seed=9), 6, 0), 0, index=i)).tokens[0] for i in range(4)]
     assert [*result.tokens, *result.extras[0].tokens] == alone
     assert len(set(alone)) == 4
-    assert [reported.token_id for reported in result.extras[0].logprobs] == alone
-    assert all(reported.logprob == -math.log(VOCAB_SIZE) for reported in result.extras[0].logprobs)
-    assert all(reported.rank == 1 and len(reported.top) == 2 for reported in result.extras[0].logprobs)
+    logprobs = result.extras[0].logprobs
+    assert [reported.token_id for reported in logprobs] == alone
+    assert all(reported.logprob == -math.log(VOCAB_SIZE) for reported in logprobs)
+    assert all(reported.rank == 1 and len(reported.top) == 2 for reported in logprobs)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 9, 10])
@@ -85,8 +74,7 @@ def test_prompt_logprobs_cover_the_prompt_from_its_second_token(chunk_tokens: in
     reported: list[int] = []
     for start in range(0, 10, chunk_tokens):
         end = min(start + chunk_tokens, 10)
-        row = ScheduledRow(sequence=sequence, start=start, num_tokens=end - start, samples=end == 10)
-        result = execute(row)
+        result = execute(ScheduledRow(sequence, start, end - start, samples=end == 10))
         assert (result.tokens[0] == NO_TOKEN) == (end < 10)
         extras = result.extras.get(0)
         reported += [] if extras is None else [r.token_id for r in extras.prompt_logprobs]

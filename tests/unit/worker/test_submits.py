@@ -37,68 +37,46 @@ def parse(*, sampling: dict[str, Any] | None = None, **changes: Any) -> EngineRe
 
 
 def test_every_option_arrives() -> None:
+    as_sent = {
+        "top_k": 7,
+        "min_p": 0.25,
+        "min_tokens": 2,
+        "seed": -3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logprobs": 0,
+        "prompt_logprobs": 5,
+        "n": 3,
+    }
+    ids = {
+        "stop_token_ids": [8],
+        "eos_token_ids": [2, 3],
+        "allowed_token_ids": [1, 2, 3],
+        "bad_token_ids": [1],
+    }
     request = parse(
-        sampling={
-            "top_k": 7,
-            "min_p": 0.25,
-            "min_tokens": 2,
-            "seed": -3,
-            "stop_token_ids": [8],
-            "eos_token_ids": [2, 3],
-            "presence_penalty": 0.5,
-            "frequency_penalty": -0.5,
-            "repetition_penalty": 1.5,
-            "logit_bias": {9: 2.0, 4: -1.0},
-            "allowed_token_ids": [1, 2, 3],
-            "bad_token_ids": [1],
-            "logprobs": 0,
-            "prompt_logprobs": 5,
-            "n": 3,
-        },
+        sampling=as_sent | ids | {"logit_bias": {9: 2.0, 4: -1.0}},
         priority=-7,
         tenant=2**64 - 1,
         client=2**64 - 2,
         deadline_seconds=2.5,
         continuations=[{"index": 1, "token_ids": pack_tokens([6, 7])}],
     )
-    assert request.sampling == SamplingParams(
-        top_k=7,
-        min_p=0.25,
-        max_tokens=6,
-        min_tokens=2,
-        seed=-3,
-        stop_token_ids=frozenset({8}),
-        eos_token_ids=frozenset({2, 3}),
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.5,
-        logit_bias=((4, -1.0), (9, 2.0)),
-        allowed_token_ids=frozenset({1, 2, 3}),
-        bad_token_ids=frozenset({1}),
-        logprobs=0,
-        prompt_logprobs=5,
-        n=3,
-    )
+    sets: dict[str, Any] = {name: frozenset(tokens) for name, tokens in ids.items()}
+    bias: dict[str, Any] = {"logit_bias": ((4, -1.0), (9, 2.0))}
+    assert request.sampling == SamplingParams(max_tokens=6, **as_sent, **sets, **bias)  # type: ignore[arg-type]
     assert (request.priority, request.tenant, request.deadline_seconds) == (-7, 2**64 - 1, 2.5)
     assert request.client == 2**64 - 2
     assert request.continuations == (Continuation(index=1, token_ids=(6, 7)),)
     assert (request.token_ids, request.prompt_length, len(request.names)) == (PROMPT, 20, 2)
 
 
-def test_beams_arrive() -> None:
+def test_beams_arrive_and_what_an_older_router_leaves_out_is_the_default() -> None:
     never = inference_pb2.EARLY_STOPPING_NEVER
-    search = parse(
-        sampling={"beam_width": 4, "n": 2, "length_penalty": -0.5, "early_stopping": never}
-    ).sampling
-    assert (search.beam_width, search.n, search.length_penalty, search.early_stopping) == (
-        4,
-        2,
-        -0.5,
-        "never",
-    )
-
-
-def test_what_an_older_router_leaves_out_is_the_default() -> None:
+    beams = {"beam_width": 4, "n": 2, "length_penalty": -0.5}
+    search = parse(sampling=beams | {"early_stopping": never}).sampling
+    assert search == SamplingParams(max_tokens=6, early_stopping="never", **beams)  # type: ignore[arg-type]
     request = parse(sampling={"length_penalty": 0.0})
     assert request.sampling == SamplingParams(max_tokens=6, length_penalty=0.0)
     assert (request.priority, request.deadline_seconds, request.continuations) == (0, None, ())
@@ -158,7 +136,6 @@ def test_sampling_out_of_bounds_is_refused(sampling: dict[str, Any]) -> None:
         {"token_ids": pack_tokens([5] * (CONTEXT + 1))},
         {"request_id": "a\nb"},
         {"request_id": "a" * 129},
-        {"continuations": [{"index": 0, "token_ids": pack_tokens([5] * (CONTEXT + 1))}]},
         {"priority": 101},
         {"priority": -101},
         {"deadline_seconds": math.nan},
@@ -167,6 +144,7 @@ def test_sampling_out_of_bounds_is_refused(sampling: dict[str, Any]) -> None:
         {"expected_pause_seconds": math.nan},
         {"expected_pause_seconds": -1.0},
         {"expected_pause_seconds": 3601.0},
+        {"continuations": [{"index": 0, "token_ids": pack_tokens([5] * (CONTEXT + 1))}]},
         {"continuations": [{"index": 0, "token_ids": pack_tokens([VOCAB_SIZE])}]},
         {"continuations": [{"index": 0, "token_ids": b"\x01"}]},
     ],

@@ -3,30 +3,28 @@
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from blockyard.worker.transfer.wire import (
-    MAX_TRIAL_BLOCKS,
-    TRIAL_BYTES,
-    Connection,
-    Cut,
-    Late,
-    trial_blocks,
-)
+from blockyard.worker.transfer.wire import MAX_TRIAL_BLOCKS, TRIAL_BYTES, Connection, Cut, Late, trial_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties import examples
 
 
-def connected(seconds: float = 20.0) -> tuple[Connection, Connection]:
-    """Return both ends of a connection."""
+@contextmanager
+def connected(seconds: float = 20.0) -> Iterator[tuple[Connection, Connection]]:
+    """Yield both ends of a connection."""
     one, other = socket.socketpair()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its least, some kilobytes
     ends = Connection(one), Connection(other)
     for end in ends:
         end.deadline = time.monotonic() + seconds
-    return ends
+    yield ends
+    for end in ends:
+        end.close()
 
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=20), st.sampled_from([1, 7, 100]))
@@ -35,31 +33,24 @@ def test_a_block_arrives_as_it_was_sent(lengths: list[int], copies: int) -> None
     """Up to 2,000 pieces, some of them empty."""
     sizes = [length // copies for length in lengths] * copies
     pieces = [memoryview(bytes([number % 251]) * size) for number, size in enumerate(sizes)]
-    sender, receiver = connected()
-    sending = threading.Thread(target=sender.send_block, args=(3, pieces))
-    sending.start()
-    into = bytearray(sum(sizes))
-    receiver.receive_block(3, memoryview(into))
-    sending.join()
-    assert into == b"".join(pieces)
-    sender.close()
-    receiver.close()
+    with connected() as (sender, receiver):
+        sending = threading.Thread(target=sender.send_block, args=(3, pieces))
+        sending.start()
+        into = bytearray(sum(sizes))
+        receiver.receive_block(3, memoryview(into))
+        sending.join()
+        assert into == b"".join(pieces)
 
 
-def test_a_block_that_nobody_takes_ends_with_its_time() -> None:
-    sender, receiver = connected(seconds=0.2)
-    with pytest.raises(Late):
-        sender.send_block(0, [memoryview(bytes(1 << 20))] * 10)
-    sender.close()
-    receiver.close()
-
-
-def test_a_block_for_an_end_that_is_closed_is_cut() -> None:
-    sender, receiver = connected()
-    receiver.close()
-    with pytest.raises(Cut):
-        sender.send_block(0, [memoryview(bytes(1 << 20))] * 10)
-    sender.close()
+@pytest.mark.parametrize(("is_closed", "end"), [(False, Late), (True, Cut)])
+def test_a_block_that_nobody_takes_ends_with_its_time_or_with_the_connection(
+    is_closed: bool, end: type[Exception]
+) -> None:
+    with connected(seconds=20.0 if is_closed else 0.2) as (sender, receiver):
+        if is_closed:
+            receiver.close()
+        with pytest.raises(end):
+            sender.send_block(0, [memoryview(bytes(1 << 20))] * 10)
 
 
 @given(st.integers(1, 1 << 32), st.integers(1, 1 << 30))
