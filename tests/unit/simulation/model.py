@@ -8,8 +8,7 @@ that was never filled, is found at once. Implements `Runner`; a step moves the c
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from itertools import accumulate
+from collections.abc import Callable
 
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
@@ -21,21 +20,12 @@ from blockyard.worker.sequences.step_plan import NO_TOKEN, RowExtras, ScheduledR
 
 from simulation.engine_thread import StepClock
 from simulation.virtual_time import VirtualLoop
+from tests.unit.worker.storm_device import GARBAGE, candidates_after, digests, follow
 
 VOCABULARY = 64
 ROOT = BlockName(bytes(16))
 """Block name for a search that runs alone."""
-GARBAGE = -1
 DIGEST_BYTES = 8
-
-
-def follow(digest: int, token: int) -> int:
-    return (digest * 1_000_003 + token + 7) % (2**61 - 1)
-
-
-def digests(tokens: Iterable[int]) -> list[int]:
-    """Return for each position the digest of all tokens up to it."""
-    return list(accumulate(tokens, follow, initial=0))[1:]
 
 
 def next_token(digest: int, seed: int, index: int) -> int:
@@ -126,12 +116,7 @@ class DigestRunner:
 
     def _extras(self, row: ScheduledRow, digest: int) -> RowExtras:
         if row.sequence.group is not None:
-            width = num_candidates(row.sequence.sampling)
-            chosen = tuple(
-                ((digest + 7 * n) % (VOCABULARY - 2) + 1, -0.3 - 0.1 * n - digest % 97 / 500)
-                for n in range(width)
-            )
-            return RowExtras(candidates=chosen)
+            return RowExtras(candidates=candidates_after(digest, num_candidates(row.sequence.sampling)))
         seed = row.sequence.sampling.seed
         return RowExtras(tokens=tuple(next_token(digest, seed, n) for n in range(1, row.num_outputs)))
 

@@ -15,7 +15,6 @@ from blockyard.proto.v1.admin_pb2 import (
     RebuildIndexRequest,
     ResumeWorkerRequest,
 )
-from blockyard.worker.config import WorkerConfig
 from blockyard.worker.server import WorkerServer
 
 from .serving import KV_BYTES, ROOT, Session, engine_settings, in_engine, serving
@@ -155,9 +154,3 @@ async def test_a_worker_is_warm_before_it_serves_and_nothing_shows_it(engine_kin
         assert counted == (0, 0, 0, 0)
         assert (load.free_blocks, load.cached_blocks, load.used_blocks) == (64, 0, 0)
         assert not await in_engine(worker, lambda engine: engine.cache.take_changes().stored)
-
-
-@pytest.mark.parametrize("grace_seconds", [-1.0, float("nan"), float("inf")])
-def test_a_grace_that_makes_no_sense_is_refused(grace_seconds: float) -> None:
-    with pytest.raises(ValueError, match="grace_seconds"):
-        WorkerConfig(engine=engine_settings(), grace_seconds=grace_seconds)

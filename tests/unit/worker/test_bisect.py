@@ -1,6 +1,5 @@
 """A step that raises for some requests: only those fail, and all others get the tokens of an undisturbed run."""
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from blockyard.worker.execution.bisect import MAX_FAILED_ALONE, NothingSucceeds,
 from blockyard.worker.execution.runner import PendingStep, TorchRunner
 from blockyard.worker.parallel.collective import RanksLost
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
-from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, RequestId
+from blockyard.worker.sequences.identifiers import BlockId, BlockName, RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan, StepTokens
@@ -212,55 +211,6 @@ def test_a_step_in_parts_is_the_same_step(overlap: bool) -> None:
     assert results[0] == results[1]
     assert not results[0][1]
     assert min(swaps) > 0
-
-
-class LoadsRaise(MarkerRaises):
-    """Loads from host memory raise once, after they have moved their blocks, where the step also saves some."""
-
-    raises = True
-    num_loads = num_raised = 0
-
-    def start(self, plan: StepPlan) -> PendingStep:
-        self.saves = bool(plan.to_host)
-        return super().start(plan)
-
-    def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
-        super().allocate_pools(num_blocks, num_host_slots)
-        assert self.host_blocks is not None
-        load = self.host_blocks.load
-
-        def raising(pairs: Sequence[tuple[HostSlot, BlockId]]) -> None:
-            load(pairs)
-            self.num_loads += self.saves
-            if self.raises and self.saves and self.num_loads % 2:
-                self.num_raised += 1
-                raise RuntimeError("once")
-
-        self.host_blocks.load = raising  # type: ignore[method-assign]
-
-
-class LoadsNeverRaise(LoadsRaise):
-    raises = False
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_raises_after_its_loads_saves_nothing_anew_in_the_place_of_what_was_evicted(
-    overlap: bool,
-) -> None:
-    """The block that went to the host holds by then what came from there."""
-    results = []
-    chance = random.Random(5)
-    prompts = [[20 + number] * 16 * (2 + number % 2) + [60 + number] * 5 for number in range(9)]
-    order = [chance.choice(prompts) for _ in range(60)]
-    for runner_class in (LoadsNeverRaise, LoadsRaise):
-        engine, runner = make_engine(runner_class, num_blocks=12, host_blocks=12, overlap=overlap, budget=64)
-        submitted = [engine.submit(request(prompt, temperature=0.0, max_tokens=3)) for prompt in order]
-        tokens, failed = run(engine)
-        results.append({key: tokens[key] for key in submitted if key not in failed})
-    assert isinstance(runner, LoadsRaise)
-    assert runner.num_raised > 1
-    assert len(results[1]) > len(order) // 2
-    assert {key: results[0][key] for key in results[1]} == results[1]
 
 
 def test_who_reads_what_the_poison_computes_in_that_step_ends_with_it() -> None:

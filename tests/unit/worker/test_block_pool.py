@@ -56,18 +56,6 @@ def test_an_allocation_that_fails_changes_nothing_and_an_empty_pool_is_refused()
         BlockPool(0)
 
 
-def test_free_blocks_are_reused_before_cached_ones() -> None:
-    pool, evicted = make(3)
-    kept, plain, _ = pool.allocate(3)
-    pool.keep(kept)
-    pool.release([kept, plain])
-    assert pool.state(kept) is BlockState.CACHED
-    assert pool.allocate(1) == [plain]
-    assert evicted == []
-    assert pool.allocate(1) == [kept]
-    assert evicted == [kept]
-
-
 def test_a_shared_block_returns_with_its_last_holder_and_a_discarded_one_is_free() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
@@ -101,16 +89,6 @@ def test_a_flood_stops_at_what_a_smaller_tenant_has() -> None:
     assert survivors(pool, of_b, B) == of_b
 
 
-def test_a_newcomer_gets_its_fair_share_from_whoever_has_most() -> None:
-    pool = BlockPool(30)
-    of_b, of_c = cache(pool, B, 22), cache(pool, C, 8)
-    for _ in range(100):
-        cache(pool, A, 1)
-    assert len(survivors(pool, of_c, C)) == 8
-    assert abs(len(survivors(pool, of_b, B)) - 11) <= 1
-    assert abs(pool.num_cached - pool.num_cached_by_others(A) - 11) <= 1
-
-
 def test_of_the_tenant_that_gives_it_is_the_longest_unused_tail_first() -> None:
     pool, evicted = make(7)
     oldest, _, old, _ = cache(pool, A, 2), cache(pool, B, 1), cache(pool, A, 2), cache(pool, A, 2)
@@ -118,20 +96,6 @@ def test_of_the_tenant_that_gives_it_is_the_longest_unused_tail_first() -> None:
     pool.release(oldest)
     pool.allocate(2)
     assert evicted == old[::-1]
-
-
-def test_who_fills_the_pool_by_running_pays_with_its_own_cache() -> None:
-    """It has less in its cache than the other, and holds more."""
-    pool = BlockPool(20)
-    of_b = cache(pool, B, 6)
-    for block in pool.allocate(10):
-        pool.keep(block, A)
-    of_a = cache(pool, A, 4)
-    pool.allocate(4)
-    assert survivors(pool, of_b, B) == of_b
-    assert survivors(pool, of_a, A) == []
-    pool.allocate(1)
-    assert len(survivors(pool, of_b, B)) == 5, "nobody else has anything to give"
 
 
 def test_tenants_that_come_and_go_leave_nothing_behind() -> None:

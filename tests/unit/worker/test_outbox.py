@@ -128,14 +128,6 @@ def test_embeddings_are_rows_without_tokens_that_end_and_large_ones_go_in_severa
     assert first.details[1].embedding == b"\0\1" * 2**15
 
 
-def test_tokens_that_wait_go_out_before_their_request_fails() -> None:
-    outbox = Outbox()
-    outbox.add(1, output(5, 0, index=1))
-    outbox.add(1, output(None, 0))
-    (step,) = steps(outbox)
-    assert (list(step.handles), list(step.failed_handles)) == ([1], [1])
-
-
 def test_many_logprobs_go_in_several_messages_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_LOGPROBS_A_MESSAGE > 1000
     monkeypatch.setattr("blockyard.worker.session.outbox.MAX_LOGPROBS_A_MESSAGE", 1000)

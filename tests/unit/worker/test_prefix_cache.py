@@ -42,16 +42,6 @@ def test_a_failed_step_takes_its_names_back_and_nothing_was_published() -> None:
     assert (cache.match([A]), cache.take_changes(), pool.num_free) == ([], NONE, 6)
 
 
-def test_what_is_stored_and_removed_between_two_looks_is_no_news() -> None:
-    pool, cache = make(1)
-    blocks = pool.allocate(1)
-    cache.assign(blocks[0], A)
-    cache.confirm(blocks[0])
-    pool.release(blocks)
-    pool.allocate(1)
-    assert cache.take_changes() == NONE
-
-
 def test_a_name_that_the_index_is_not_to_know_is_found_and_never_in_the_news() -> None:
     pool, anywhere = BlockPool(2), AnywhereNames()
     cache = PrefixCache(pool, anywhere=anywhere)

@@ -153,54 +153,6 @@ def test_a_row_that_fails_takes_no_name_from_those_who_share_its_blocks() -> Non
     assert scheduler.cache.take_changes().stored == tuple(good.names[1:4])
 
 
-def test_logits_that_are_not_finite_fail_one_row_alone() -> None:
-    scheduler = make_scheduler(16)
-    bad, good = submit(scheduler, 0, 20), submit(scheduler, 1, 20, start=9)
-    plan = scheduler.plan()
-    scheduler.commit(plan, sampled(FAILED_TOKEN, *run(plan).tokens[1:]))
-    run_to_end(scheduler)
-    assert (bad.state, good.state) == (SequenceState.FAILED, SequenceState.FINISHED)
-    assert scheduler.cache.match(bad.names[1:]) == []
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_cancel_returns_every_block_in_any_state(steps: int) -> None:
-    scheduler = make_scheduler(16, max_num_batched_tokens=24)
-    sequence = submit(scheduler, 0, 60)
-    for _ in range(steps):
-        step(scheduler)
-    scheduler.cancel(sequence)
-    scheduler.cancel(sequence)
-    scheduler.check_invariants()
-    assert (scheduler.pool.num_used, scheduler.has_work) == (0, False)
-
-
-def test_blocks_of_a_step_in_flight_return_after_it() -> None:
-    scheduler = make_scheduler(8)
-    sequence = submit(scheduler, 0, 20)
-    plan = scheduler.plan()
-    scheduler.cancel(sequence)
-    assert scheduler.pool.num_used == 2
-    assert scheduler.commit(plan, run(plan)) == []
-    scheduler.check_invariants()
-    assert scheduler.pool.num_used == 0
-
-
-def test_one_step_may_be_in_flight_while_the_next_is_planned() -> None:
-    scheduler = make_scheduler(16)
-    reference = submit(scheduler, 0, 20, max_tokens=30)
-    run_to_end(scheduler)
-    scheduler = make_scheduler(16)
-    sequence = submit(scheduler, 0, 20, max_tokens=30)
-    in_flight = scheduler.plan()
-    while scheduler.has_work:
-        following = scheduler.plan()
-        scheduler.commit(in_flight, run(in_flight))
-        scheduler.check_invariants()
-        in_flight = following
-    assert sequence.tokens == reference.tokens
-
-
 def test_a_failed_step_ends_its_requests_and_leaves_nothing_to_be_found() -> None:
     scheduler = make_scheduler(8)
     sequence = submit(scheduler, 0, 40)

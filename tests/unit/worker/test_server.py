@@ -154,6 +154,12 @@ def test_settings_out_of_bounds_are_refused(settings: dict[str, object]) -> None
         engine_settings(**settings)
 
 
+@pytest.mark.parametrize("grace_seconds", [-1.0, float("nan"), float("inf")])
+def test_a_grace_that_makes_no_sense_is_refused(grace_seconds: float) -> None:
+    with pytest.raises(ValueError, match="grace_seconds"):
+        WorkerConfig(engine=engine_settings(), grace_seconds=grace_seconds)
+
+
 def test_every_setting_is_an_option_of_the_command() -> None:
     settings = {
         "swap_space_gib": 1.5,
