@@ -33,7 +33,6 @@ asyncio.run(main())
 """A worker process as its command runs it, and a look at its collector from within."""
 
 
-@pytest.mark.slow
 def test_a_worker_that_serves_has_all_that_it_loaded_out_of_the_collectors_reach(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SERVING],
@@ -60,7 +59,6 @@ def walked_while_decoding(num_blocks: int) -> int:
     return sum(len(gc.get_referents(each)) for each in gc.get_objects())
 
 
-@pytest.mark.ci
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="it walks dicts of plain values too")
 def test_the_collector_walks_a_name_and_a_number_of_each_block_and_no_token() -> None:
     # The least of three: what other tests have left running here makes objects too.

@@ -1,4 +1,4 @@
-"""What happens in a storm (storm.py): schedulers of several kinds, random requests, and actions in any order."""
+"""Weather of a storm (storm.py): schedulers of several kinds, random requests, and actions in any order."""
 
 import random
 from collections.abc import Callable
@@ -123,7 +123,7 @@ ACTIONS: dict[Callable[[Storm, random.Random], None], float] = {
     lambda storm, chance: storm.lend(chance.randrange(1000)): 1.8,
     lambda storm, chance: storm.end_loan(chance.randrange(100)): 1.5,
 }
-"""What may happen, and how often: parts of a hundred."""
+"""Everything that may happen, and how often: parts of a hundred."""
 _KINDS, _WEIGHTS = list(ACTIONS), list(ACTIONS.values())
 
 
