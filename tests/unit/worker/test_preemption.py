@@ -146,6 +146,47 @@ def test_a_host_block_that_cannot_be_read_fails_nobody_a_second_time() -> None:
     assert again.state is SequenceState.FINISHED
 
 
+def test_a_step_that_fails_while_it_swaps_leaves_the_victim_to_be_computed_again() -> None:
+    scheduler = make_scheduler(12, **SWAPS)
+    sequences = crowd(scheduler)
+    while not (plan := scheduler.plan()).to_host:
+        scheduler.commit(plan, run(plan))
+    scheduler.fail(plan)
+    scheduler.check_invariants()
+    assert not any(sequence.swapped for sequence in sequences)
+    run_to_end(scheduler)
+    assert SequenceState.FINISHED in {sequence.state for sequence in sequences}
+
+
+def test_a_failed_step_forgets_what_host_memory_was_to_hold() -> None:
+    scheduler = make_scheduler(6, max_model_len=96, host_cache_blocks=8)
+    churn(scheduler, groups=2, rounds=1)
+    submit(scheduler, 100, 65, start=45, max_tokens=1)
+    plan = scheduler.plan()
+    assert plan.to_host
+    scheduler.fail(plan)
+    scheduler.check_invariants()
+    assert scheduler.host_cache is not None
+    assert len(scheduler.host_cache) == 0
+
+
+def test_a_victim_whose_prompt_another_has_computed_meanwhile_takes_that() -> None:
+    swaps: dict[str, Any] = {"preemption": "swap", "swap_blocks": 8}
+    scheduler = make_scheduler(40, max_num_batched_tokens=48, max_num_seqs=4, **swaps)
+    submit(scheduler, 0, 20, start=30, max_tokens=60)
+    victim = submit(scheduler, 1, 160, max_tokens=4)
+    step(scheduler)
+    (chosen,) = victims_of(scheduler)
+    scheduler._preempt(chosen)
+    assert victim.swapped is not None
+    helper = make_sequence(2, prompt(160), max_tokens=1)
+    helper.rank = -1.0
+    scheduler.submit(helper)
+    run_to_end(scheduler)
+    assert len(victim.tokens) == 164
+    assert scheduler.tables.swap.num_free == 8
+
+
 ROOM = Elsewhere(num_blocks=40, setup_seconds=0.01, blocks_per_second=1000.0)
 
 
