@@ -153,6 +153,16 @@ def test_a_row_that_fails_takes_no_name_from_those_who_share_its_blocks() -> Non
     assert scheduler.cache.take_changes().stored == tuple(good.names[1:4])
 
 
+def test_logits_that_are_not_finite_fail_one_row_alone() -> None:
+    scheduler = make_scheduler(16)
+    bad, good = submit(scheduler, 0, 20), submit(scheduler, 1, 20, start=9)
+    plan = scheduler.plan()
+    scheduler.commit(plan, sampled(FAILED_TOKEN, *run(plan).tokens[1:]))
+    run_to_end(scheduler)
+    assert (bad.state, good.state) == (SequenceState.FAILED, SequenceState.FINISHED)
+    assert scheduler.cache.match(bad.names[1:]) == []
+
+
 def test_a_failed_step_ends_its_requests_and_leaves_nothing_to_be_found() -> None:
     scheduler = make_scheduler(8)
     sequence = submit(scheduler, 0, 40)
