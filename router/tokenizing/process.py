@@ -48,7 +48,7 @@ MAX_EXTRA_BYTES = 2 * 2**30
 
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
-__all__ = ["Prepared", "ProcessDied", "TokenizerProcess", "TokenizingError"]
+__all__ = ["Prepared", "ProcessDied", "TokenizerProcess", "TokenizingError", "answer_to"]
 
 
 class ProcessDied(Exception):
@@ -170,7 +170,7 @@ def _serve(connection: socket.socket, path: str) -> None:
         _limit_memory()
         connection.sendall(answer_frame(None))
         while (content := read_frame(questions)) is not None:
-            connection.sendall(answer_frame(_answer(encoder, parse_question(content))))
+            connection.sendall(answer_frame(answer_to(encoder, parse_question(content))))
 
 
 def _limit_memory() -> None:
@@ -188,7 +188,8 @@ def _end_with_parent(connection: socket.socket) -> None:
     os._exit(1)
 
 
-def _answer(encoder: PromptEncoder, question: Question) -> Answer:
+def answer_to(encoder: PromptEncoder, question: Question) -> Answer:
+    """Return the prepared prompt, or the error that the router raises."""
     try:
         answers = unpack_answers(question.answers or b"")
         encoded = encoder.encode_with(question.prompt, answers, max_tokens=question.max_tokens)

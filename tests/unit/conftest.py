@@ -1,11 +1,13 @@
 """A unit test starts no process: whatever needs one is in tests/system or tests/nightly.
 
-The compiler of the CPU kernels is allowed. It runs once for a version of the sources.
+The compiler of the CPU kernels is allowed. It runs once for a version of the sources. Routers tokenise in the process of
+the tests, so that none of them starts a tokenizer process.
 """
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     yield
     if _started and "BLOCKYARD_STRICT" in os.environ:
         pytest.fail(f"a unit test started {', '.join(sorted(set(_started)))}: move it to tests/system")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_in_place() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("tokenizers") and find_spec("grpc"):  # A bare machine with a GPU runs the kernels' tests without.
+            from tests.unit.tokenizer_in_place import tokenise_in_place
+
+            tokenise_in_place(patch)
+        yield
