@@ -1,7 +1,7 @@
 """A unit test starts no process: whatever needs one is in tests/system or tests/nightly.
 
-The compiler of the CPU kernels is allowed. It runs once for a version of the sources. Routers tokenise in the process of
-the tests, so that none of them starts a tokenizer process.
+The compiler of the CPU kernels is allowed. It runs once for a version of the sources. Routers tokenise in place: no
+tokenizer process is started.
 """
 
 import os
@@ -49,7 +49,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def tokenizers_in_place() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if find_spec("tokenizers") and find_spec("grpc"):  # A bare machine with a GPU runs the kernels' tests without.
+        if find_spec("tokenizers") and find_spec(
+            "grpc"
+        ):  # A bare machine with a GPU runs the kernels' tests without.
             from tests.unit.tokenizer_in_place import tokenise_in_place
 
             tokenise_in_place(patch)

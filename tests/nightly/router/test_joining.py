@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.deploy.machine.redis_server import RedisProcess
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.server import WorkerServer
@@ -70,32 +69,27 @@ class Load:
 
 
 @pytest.fixture
-async def loaded(tmp_path: Path) -> AsyncIterator[tuple[Load, str]]:
-    redis = start_private_redis(tmp_path)
-    try:
-        async with AsyncExitStack() as stack:
-            workers = [worker(number, redis.url) for number in range(NUM_WORKERS)]
-            for one in workers:
-                await one.start()
-                stack.push_async_callback(one.stop, 0.0)
-            router = await stack.enter_async_context(running_router(redis_url=redis.url))
-            await until(lambda: all_ready(router, NUM_WORKERS), 30.0)
-            load = Load(router)
-            async with asyncio.TaskGroup() as tasks:
-                clients = [tasks.create_task(load.run(client)) for client in range(NUM_CLIENTS)]
-                await until(lambda: len(load.placed) >= 10 * NUM_CLIENTS, 120.0)
-                yield load, redis.url
-                for client in clients:
-                    client.cancel()
-    finally:
-        redis.stop()
+async def loaded(server: RedisProcess) -> AsyncIterator[tuple[Load, str]]:
+    async with AsyncExitStack() as stack:
+        workers = [worker(number, server.url) for number in range(NUM_WORKERS)]
+        for one in workers:
+            await one.start()
+            stack.push_async_callback(one.stop, 0.0)
+        router = await stack.enter_async_context(running_router(redis_url=server.url))
+        await until(lambda: all_ready(router, NUM_WORKERS), 30.0)
+        load = Load(router)
+        async with asyncio.TaskGroup() as tasks:
+            clients = [tasks.create_task(load.run(client)) for client in range(NUM_CLIENTS)]
+            await until(lambda: len(load.placed) >= 10 * NUM_CLIENTS, 120.0)
+            yield load, server.url
+            for client in clients:
+                client.cancel()
 
 
 async def all_ready(router: Router, count: int) -> bool:
     return list((await router.states()).values()).count(READY) == count
 
 
-@pytest.mark.slow
 @pytest.mark.fault(32)
 async def test_a_worker_that_joins_is_used_soon_and_not_overrun(
     loaded: tuple[Load, str], measured: dict[str, Any]

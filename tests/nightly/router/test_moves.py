@@ -12,9 +12,7 @@ from blockyard.worker.server import WorkerServer
 
 from tests.unit.router.rig import until
 
-from .test_handover import BLOCK_BYTES, Cluster, ask, cluster, known_links, outputs, undisturbed
-
-pytestmark = pytest.mark.ci
+from .rig import BLOCK_BYTES, Cluster, ask, cluster, known_links, outputs, undisturbed
 
 __all__ = ["known_links"]
 NUM_BLOCKS = 48
@@ -74,7 +72,6 @@ async def test_a_preempted_sequence_moves_with_its_blocks() -> None:
         assert here.starts[1].num_recomputed == 0
 
 
-@pytest.mark.ci
 async def test_a_sequence_moves_whatever_it_asked_for() -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
@@ -164,7 +161,6 @@ async def test_a_destination_that_dies_loses_no_token_of_what_moved_there(measur
         measured.update(failed=0, migrated=sum(lost))
 
 
-@pytest.mark.ci
 @pytest.mark.fault(82)
 async def test_between_full_workers_nothing_wanders_and_all_end(measured: dict[str, Any]) -> None:
     asked = [{"seed": seed, "max_tokens": MAX_TOKENS} for seed in range(8)]

@@ -37,7 +37,6 @@ def tokens(answer: Any) -> list[list[int]]:
     return [list(output.token_ids) for output in answer.outputs]
 
 
-@pytest.mark.ci
 @pytest.mark.fault(30)
 async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token(
     measured: dict[str, Any],

@@ -15,9 +15,7 @@ from blockyard.router.placement import rates
 
 from tests.unit.router.rig import until
 
-from .test_handover import Cluster, ask, cluster, known_links, outputs, prompt
-
-pytestmark = pytest.mark.ci
+from .rig import Cluster, ask, cluster, known_links, outputs, prompt
 
 __all__ = ["known_links"]
 LONG = 700

@@ -10,19 +10,14 @@ from blockyard.router.cluster.view import ClusterView
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .prompt import Clock
+
 NAMES = chain(bytes(16), range(40 * 16), 16)
 OTHERS = chain(bytes(16), range(7, 7 + 40 * 16), 16)
 EVENTS = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from([NAMES, OTHERS]), st.integers(0, 40), st.floats(0, 4)),
     max_size=30,
 )
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @given(EVENTS)

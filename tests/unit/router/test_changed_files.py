@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -15,18 +14,11 @@ from blockyard.router.config import ServedModel
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from .fake_worker import FakeWorker, Script
+from .prompt import Clock
 from .rig import FOREVER, MODEL, Router, reason_of, refused, request, running_router, until
 
 FAST = {"suspect_seconds": 1.5, "lost_seconds": 2.0, "no_worker_seconds": 60.0}
 RESPONSE = health_pb2.HealthCheckResponse
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def worker(name: str, weights: str, folder: Path = MODEL, **settings: object) -> FakeWorker:

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .fake_worker import BLOCK_SIZE, FakeWorker, Script
+from .prompt import Clock
 from .relay_rig import Rig, generation, rig
 
 SOURCE_ID = WorkerId("source")
@@ -38,13 +39,6 @@ REPORTS = st.builds(
     setup_seconds=st.floats(),
     transfer_seconds=st.floats(),
 )
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def report(end: str, **numbers: float) -> session_pb2.PullReport:

@@ -7,13 +7,7 @@ from blockyard.router.errors import RateLimited
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from .prompt import Clock
 
 
 def limited(key: str = "ann", *, requests: int | None = None, tokens: int | None = None) -> Limited:

@@ -10,16 +10,11 @@ from blockyard.router.generation.request_trace import MAX_PHASES, PHASES, Attemp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .prompt import Clock
+
 DECODE = session_pb2.PHASE_KIND_DECODE
 SECONDS = st.floats(0, 100)
 WAYS = st.floats(0.001, 2)
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def attempt(clock: Clock) -> AttemptTrace:

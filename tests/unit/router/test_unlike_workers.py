@@ -1,15 +1,11 @@
 """Workers with unlike blocks in one cluster: they serve together, share names, and exchange no blocks."""
 
-import asyncio
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.machine.redis_server import start_private_redis
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.client.errors import InvalidRequestError
 from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
@@ -18,12 +14,7 @@ from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import Holder
 from blockyard.router.placement.scoring import best_score
 
-from tests.nightly.router.test_handover import ask, cluster, known_links, outputs, prompt
-
 from .prompt import NAMES, PROMPT_TOKENS, Clock
-from .rig import until
-
-__all__ = ["known_links"]
 
 CPU = {"kv_layout": "layers=2xcpu-16/1", "kv_arithmetic": "kernels=cpu"}
 TORCH = {"kv_layout": "layers=2xplain/1", "kv_arithmetic": "kernels=torch"}
@@ -131,50 +122,3 @@ def test_the_log_says_once_for_each_pair_why_it_exchanges_no_blocks(caplog: pyte
     assert "kernels is torch-deterministic, not torch" in caplog.text
     assert "older version" in caplog.text
     assert not any("workers c and b" in line or "workers b and c" in line for line in lines)
-
-
-@pytest.mark.ci
-async def test_an_admin_is_told_why_unlike_workers_exchange_nothing(tmp_path: Path) -> None:
-    """A worker in deterministic mode beside one that is not, as in a rolling restart that changes the setting."""
-    redis = start_private_redis(tmp_path)
-    try:
-        async with cluster(redis_url=redis.url, lend_share=0.5, first={"deterministic": False}) as here:
-            asked = prompt(5, 200)
-            await here.drain(1)
-            await ask(here.client, 1, prompt_token_ids=asked)
-            await here.client.resume_worker("worker-1")
-
-            async def is_known() -> bool:
-                return bool((await here.client.lookup_prefix(prompt_token_ids=asked)).holders)
-
-            await until(is_known, 30.0)
-            for source in ("worker-0", None):
-                with pytest.raises(InvalidRequestError, match=r"of another kind: .*kernels is") as refused:
-                    await here.client.pull_prefix("worker-1", prompt_token_ids=asked, source_id=source)
-                assert refused.value.reason == "PULL_IMPOSSIBLE"
-            layouts = {one.worker_id: one.kv_layout for one in await here.client.list_workers()}
-            assert all(layouts.values())
-    finally:
-        redis.stop()
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("first", [0, 1])
-async def test_a_sequence_that_moves_to_an_unlike_worker_goes_on_by_recomputation(first: int) -> None:
-    """In both directions. The blocks of the first worker lie in another order."""
-    settings = {"deterministic": bool(first)}
-    async with cluster(lend_share=0.5, first=settings, deterministic=not first) as here:
-        await here.drain(0)
-        expected = await ask(here.client, 3, temperature=0.0)
-        await here.client.resume_worker("worker-0")
-        await here.client.flush_cache()
-        await here.drain(1)
-        running = asyncio.create_task(ask(here.client, 3, temperature=0.0))
-        await here.until_generating(1, 20)
-        await here.client.resume_worker("worker-1")
-        assert await here.drain(0) == 1
-        answer = await running
-        assert answer.finish.worker_id == "worker-1"
-        assert outputs(answer) == outputs(expected)
-        assert here.starts[1].reports == [], "no router orders a pull that the source would refuse"
-        assert here.starts[1].computed[-1][1] > 100

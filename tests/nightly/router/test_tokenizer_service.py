@@ -32,8 +32,14 @@ from blockyard.router.tokenizing.service import (
 from transformers import PreTrainedTokenizerBase
 
 from tests.pauses import free_loop
-
-from .test_tokenizing import BLOCK_SIZE, DEMO_CHECKPOINT, ROOT, START_SECONDS, chat, tokenizer_with
+from tests.unit.router.test_tokenizing import (
+    BLOCK_SIZE,
+    DEMO_CHECKPOINT,
+    ROOT,
+    START_SECONDS,
+    chat,
+    tokenizer_with,
+)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +184,6 @@ async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
         bomb.cancel()
 
 
-@pytest.mark.ci
 async def test_a_long_text_is_encoded_like_a_short_one(
     service: TokenizerService, encoder: PromptEncoder
 ) -> None:
@@ -187,7 +192,6 @@ async def test_a_long_text_is_encoded_like_a_short_one(
     assert unpack_tokens(prepared.token_ids) == encoder.encode(prompt)
 
 
-@pytest.mark.ci
 async def test_a_loaded_process_follows_one_that_dies() -> None:
     async with TokenizerService(
         DEMO_CHECKPOINT, spare_delay_seconds=0.0, start_timeout_seconds=START_SECONDS
@@ -201,7 +205,6 @@ async def test_a_loaded_process_follows_one_that_dies() -> None:
         assert service.spare_pid not in (None, spare)
 
 
-@pytest.mark.ci
 async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
     async with TokenizerService(
         DEMO_CHECKPOINT, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from blockyard.deploy.cli import main
-from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
 from blockyard.proto.index.redis import connect
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
@@ -18,8 +19,8 @@ from blockyard.worker.server import WorkerServer
 from click.testing import CliRunner
 from redis.asyncio import Redis
 
-from .fake_worker import SECRET
-from .rig import MODEL, Router, is_ready, request, running_router, until, worker_of_model
+from tests.unit.router.fake_worker import SECRET
+from tests.unit.router.rig import MODEL, Router, is_ready, request, running_router, until, worker_of_model
 
 EXACT = cluster_pb2.INDEX_STATE_EXACT
 DEGRADED = cluster_pb2.INDEX_STATE_DEGRADED
@@ -83,11 +84,10 @@ async def command(router: Router, *options: str) -> str:
     return result.stdout
 
 
-@pytest.mark.ci
 async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> None:
-    redis = start_private_redis(tmp_path)
+    own = start_private_redis(tmp_path)
     try:
-        async with running_router(redis_url=redis.url) as router, real_worker(redis.url):
+        async with running_router(redis_url=own.url) as router, real_worker(own.url):
             await until(lambda: is_ready(router))
             await until(lambda: is_in_state(router, EXACT))
             await router.inference.Generate(request(PROMPT))
@@ -112,22 +112,22 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
             assert shown["state"] == "INDEX_STATE_EXACT"
             assert shown["bytes_per_name"] == pytest.approx(info.bytes / info.names)
 
-            await asyncio.to_thread(redis.stop)
+            await asyncio.to_thread(own.stop)
             # The worker may say so before the router has asked Redis again.
             await until(lambda: has_reason(router, "Redis does not answer"), seconds=50)
             assert (await cluster_info(router)).index_state == DEGRADED
             text = await command(router)
             assert "DEGRADED  Redis does not answer" in text
-            assert str(redis.port) not in text
+            assert str(own.port) not in text
             assert (await router.inference.Generate(request(PROMPT))).outputs, "served all the same"
             await until(lambda: worker_is(router, DEGRADED), seconds=50)
 
-            redis = await asyncio.to_thread(start_private_redis, tmp_path, port=redis.port)
+            own = await asyncio.to_thread(start_private_redis, tmp_path, port=own.port)
             await until(lambda: is_in_state(router, EXACT), seconds=50)
             assert (await cluster_info(router)).index_available
             assert (await index_info(router)).workers[0].index.resyncs == 1
     finally:
-        redis.stop()
+        own.stop()
 
 
 async def is_held(router: Router) -> bool:
@@ -158,41 +158,35 @@ async def test_without_redis_the_index_is_absent() -> None:
 
 
 async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another_stride_is_refused(
-    tmp_path: Path,
+    server: RedisProcess, operator: "redis.Redis"
 ) -> None:
-    redis = start_private_redis(tmp_path)
-    try:
-        silent = worker_of_model("silent", index_stride_blocks=STRIDE_BLOCKS)
-        async with running_router(redis_url=redis.url) as router, router.workers(silent):
-            info = await index_info(router)
-            assert (info.state, info.state_reason) == (DEGRADED, "silent publishes nothing to the index")
-            assert not info.workers[0].HasField("index")
-            async with worker_of_model("odd", index_stride_blocks=3) as odd:
-                router.server.set_workers([silent.address, odd.address])
-                await until(lambda: is_refused(router, odd.address))
-                listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
-                reasons = {worker.worker_id: worker.state_reason for worker in listed.workers}
-                assert reasons["odd"] == "index stride of 3 blocks, the first worker's is 2"
-    finally:
-        redis.stop()
+    silent = worker_of_model("silent", index_stride_blocks=STRIDE_BLOCKS)
+    async with running_router(redis_url=server.url) as router, router.workers(silent):
+        info = await index_info(router)
+        assert (info.state, info.state_reason) == (DEGRADED, "silent publishes nothing to the index")
+        assert not info.workers[0].HasField("index")
+        async with worker_of_model("odd", index_stride_blocks=3) as odd:
+            router.server.set_workers([silent.address, odd.address])
+            await until(lambda: is_refused(router, odd.address))
+            listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+            reasons = {worker.worker_id: worker.state_reason for worker in listed.workers}
+            assert reasons["odd"] == "index stride of 3 blocks, the first worker's is 2"
 
 
-async def test_a_worker_that_tells_another_index_degrades_this_one(tmp_path: Path) -> None:
-    redis = start_private_redis(tmp_path)
-    try:
-        async with (
-            running_router(redis_url=redis.url) as router,
-            real_worker(redis.url, "here"),
-            real_worker(redis.url.removesuffix("/0") + "/1", "elsewhere") as address,
-        ):
-            router.server.set_workers([address])
-            await until(lambda: both_are_exact(router))
-            await until(lambda: is_in_state(router, DEGRADED))
-            info = await index_info(router)
-            assert info.state_reason.startswith("elsewhere is not in this router's index")
-            assert (info.live_berths, (await cluster_info(router)).index_available) == (1, True)
-    finally:
-        redis.stop()
+async def test_a_worker_that_tells_another_index_degrades_this_one(
+    server: RedisProcess, operator: "redis.Redis"
+) -> None:
+    async with (
+        running_router(redis_url=server.url) as router,
+        real_worker(server.url, "here"),
+        real_worker(server.url.removesuffix("/0") + "/1", "elsewhere") as address,
+    ):
+        router.server.set_workers([address])
+        await until(lambda: both_are_exact(router))
+        await until(lambda: is_in_state(router, DEGRADED))
+        info = await index_info(router)
+        assert info.state_reason.startswith("elsewhere is not in this router's index")
+        assert (info.live_berths, (await cluster_info(router)).index_available) == (1, True)
 
 
 async def both_are_exact(router: Router) -> bool:
@@ -201,20 +195,16 @@ async def both_are_exact(router: Router) -> bool:
 
 
 async def test_who_only_asks_makes_no_look_ups_and_a_flood_of_questions_makes_one_count(
-    tmp_path: Path,
+    server: RedisProcess, operator: "redis.Redis"
 ) -> None:
-    redis = start_private_redis(tmp_path)
-    try:
-        async with running_router(redis_url=redis.url) as router, real_worker(redis.url):
-            await until(lambda: is_in_state(router, EXACT))
-            async with connect(redis.url, timeout_seconds=5.0) as client:
-                before = await num_scripts(client)
-                infos = await asyncio.gather(*(index_info(router) for _ in range(50)))
-                # A count takes 16 scripts; the worker and the directory's follower ask too.
-                assert await num_scripts(client) - before < 5 * 16
-            assert {info.lookups for info in infos} == {0}
-    finally:
-        redis.stop()
+    async with running_router(redis_url=server.url) as router, real_worker(server.url):
+        await until(lambda: is_in_state(router, EXACT))
+        async with connect(server.url, timeout_seconds=5.0) as client:
+            before = await num_scripts(client)
+            infos = await asyncio.gather(*(index_info(router) for _ in range(50)))
+            # A count takes 16 scripts; the worker and the directory's follower ask too.
+            assert await num_scripts(client) - before < 5 * 16
+        assert {info.lookups for info in infos} == {0}
 
 
 async def num_scripts(client: Redis) -> int:
@@ -226,21 +216,17 @@ async def is_refused(router: Router, address: str) -> bool:
 
 
 async def test_a_worker_that_one_of_two_servers_lists_is_found_and_the_dead_one_is_named(
-    tmp_path: Path,
+    server: RedisProcess, operator: "redis.Redis"
 ) -> None:
-    redis = start_private_redis(tmp_path)
-    urls = f"redis://127.0.0.1:1/0,{redis.url}"
-    try:
-        async with running_router(redis_url=urls) as router, real_worker(urls):
-            await until(lambda: is_ready(router))
-            await until(lambda: has_reason(router, "shard 1 of 2: Redis does not answer"))
-            info = await index_info(router)
-            assert info.state == DEGRADED
-            assert info.live_berths == 1, "the server that answers is counted"
-            assert (await cluster_info(router)).index_available
-            (worker,) = info.workers
-            assert [part.state for part in worker.index.shards] == [DEGRADED, EXACT]
-            assert worker.index.state_reason.endswith("(shard 1 of 2)")
-            assert not worker.index.cut_off
-    finally:
-        redis.stop()
+    urls = f"redis://127.0.0.1:1/0,{server.url}"
+    async with running_router(redis_url=urls) as router, real_worker(urls):
+        await until(lambda: is_ready(router))
+        await until(lambda: has_reason(router, "shard 1 of 2: Redis does not answer"))
+        info = await index_info(router)
+        assert info.state == DEGRADED
+        assert info.live_berths == 1, "the server that answers is counted"
+        assert (await cluster_info(router)).index_available
+        (worker,) = info.workers
+        assert [part.state for part in worker.index.shards] == [DEGRADED, EXACT]
+        assert worker.index.state_reason.endswith("(shard 1 of 2)")
+        assert not worker.index.cut_off

@@ -2,43 +2,19 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import pytest_asyncio
 import redis
-from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index.redis import connect
+from blockyard.deploy.machine.redis_server import RedisProcess
 from blockyard.proto.index.redis_parser import MAX_REPLY_BYTES
 from blockyard.router.dispatch.prefix_lookup import PrefixLookupConfig
 from blockyard.router.generation.answer_store import MAX_RECORD_BYTES, AnswerStore
 
-from .rig import until
+from tests.unit.router.rig import until
 
 SECRET = "correct-horse-of-the-answers"
 TALK = b"tenant\0talk"
 PATIENT = PrefixLookupConfig(timeout_seconds=5.0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    started = start_private_redis(tmp_path_factory.mktemp("redis"), password="of-the-admin")
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def admin(server: RedisProcess) -> Iterator["redis.Redis"]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
-
-
-@pytest_asyncio.fixture
-async def client(server: RedisProcess) -> AsyncIterator[redis.asyncio.Redis]:
-    made = connect(server.url, timeout_seconds=5.0, has_deadlines=True)
-    yield made
-    await made.aclose()
 
 
 def store_of(
@@ -48,33 +24,33 @@ def store_of(
 
 
 async def test_another_router_reads_what_one_has_added_until_it_expires(
-    admin: "redis.Redis", client: redis.asyncio.Redis
+    operator: "redis.Redis", client: redis.asyncio.Redis
 ) -> None:
     one, other = store_of(client), store_of(client)
     assert await one.read(TALK) == b""
     await one.add(TALK, b"first")
     await other.add(TALK, b"second")
-    (key,) = admin.keys("*")
-    assert 90 < admin.ttl(key) <= 100
-    admin.expire(key, 10)
+    (key,) = operator.keys("*")
+    assert 90 < operator.ttl(key) <= 100
+    operator.expire(key, 10)
     assert await other.read(TALK) == b"firstsecond"
-    assert 90 < admin.ttl(key) <= 100, "each turn renews it"
+    assert 90 < operator.ttl(key) <= 100, "each turn renews it"
     assert not one.errors + other.errors
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_record_has_an_expiry_whether_or_not_it_was_believed_to_be_new(
-    admin: "redis.Redis", client: redis.asyncio.Redis, is_first: bool
+    operator: "redis.Redis", client: redis.asyncio.Redis, is_first: bool
 ) -> None:
     store = store_of(client)
     await store.add(TALK, b"first", is_first=is_first)
-    (key,) = admin.keys("*")
-    assert 90 < admin.ttl(key) <= 100
+    (key,) = operator.keys("*")
+    assert 90 < operator.ttl(key) <= 100
     await store.add(TALK, b"second", is_first=is_first)
     assert await store.read(TALK) == b"firstsecond"
 
 
-async def test_no_other_session_sees_an_answer(admin: "redis.Redis", client: redis.asyncio.Redis) -> None:
+async def test_no_other_session_sees_an_answer(operator: "redis.Redis", client: redis.asyncio.Redis) -> None:
     store = store_of(client)
     await store.add(TALK, b"answer")
     for name in (b"other\0talk", b"tenant\0talk2", b"tenant", b""):
@@ -82,58 +58,65 @@ async def test_no_other_session_sees_an_answer(admin: "redis.Redis", client: red
 
 
 async def test_redis_holds_neither_the_answer_nor_names(
-    admin: "redis.Redis", client: redis.asyncio.Redis
+    operator: "redis.Redis", client: redis.asyncio.Redis
 ) -> None:
     await store_of(client).add(b"of-a-tenant my-session", b"canary of an answer")
-    (key,) = admin.keys("*")
-    stored = key + admin.get(key)
+    (key,) = operator.keys("*")
+    stored = key + operator.get(key)
     for text in (b"canary", b"of-a-tenant", b"my-session"):
         assert text not in stored
 
 
 async def test_what_was_not_sealed_by_this_cluster_for_this_session_is_ignored(
-    admin: "redis.Redis", client: redis.asyncio.Redis
+    operator: "redis.Redis", client: redis.asyncio.Redis
 ) -> None:
     store = store_of(client)
     await store.add(TALK, b"answer")
-    (key,) = admin.keys("*")
-    sealed = admin.get(key)
+    (key,) = operator.keys("*")
+    sealed = operator.get(key)
     await store_of(client, secret="another" * 4).add(TALK, b"answer")
-    (others,) = {*admin.keys("*")} - {key}
+    (others,) = {*operator.keys("*")} - {key}
     await store.add(b"another talk", b"answer")
-    (moved,) = {*admin.keys("*")} - {key, others}
-    for forged in (b"", b"\xff" * 40, admin.get(others), admin.get(moved), sealed[:-1], b"\0" * 4 + sealed):
-        admin.set(key, forged)
+    (moved,) = {*operator.keys("*")} - {key, others}
+    for forged in (
+        b"",
+        b"\xff" * 40,
+        operator.get(others),
+        operator.get(moved),
+        sealed[:-1],
+        b"\0" * 4 + sealed,
+    ):
+        operator.set(key, forged)
         assert await store.read(TALK) == b""
-        admin.set(key, sealed + forged)
+        operator.set(key, sealed + forged)
         assert await store.read(TALK) == b"answer"
-    admin.delete(key)
-    admin.hset(key, "of", "another type")
+    operator.delete(key)
+    operator.hset(key, "of", "another type")
     assert await store.read(TALK) == b""
     await store.add(TALK, b"answer")
 
 
 async def test_a_full_record_grows_no_more_whether_the_router_has_read_it_or_not(
-    admin: "redis.Redis", client: redis.asyncio.Redis
+    operator: "redis.Redis", client: redis.asyncio.Redis
 ) -> None:
     writes_alone, reads = store_of(client), store_of(client)
     answer = b"x" * (MAX_RECORD_BYTES // 4)
     for _ in range(8):
         await writes_alone.add(TALK, answer)
-    (key,) = admin.keys("*")
-    full = admin.strlen(key)
+    (key,) = operator.keys("*")
+    full = operator.strlen(key)
     assert MAX_RECORD_BYTES <= full < 1.3 * MAX_RECORD_BYTES
     assert len(await reads.read(TALK)) == 4 * len(answer)
     await reads.add(TALK, answer)
-    assert admin.strlen(key) == full
-    admin.delete(key)
+    assert operator.strlen(key) == full
+    operator.delete(key)
     assert await writes_alone.read(TALK) == b""
     await writes_alone.add(TALK, b"again")
     assert await reads.read(TALK) == b"again"
 
 
 async def test_a_stopped_redis_costs_a_few_timeouts_and_then_nothing(
-    server: RedisProcess, admin: "redis.Redis", client: redis.asyncio.Redis
+    server: RedisProcess, operator: "redis.Redis", client: redis.asyncio.Redis
 ) -> None:
     now = 0.0
     store = AnswerStore([client], cluster="default", secret=SECRET, keep_seconds=100.0, clock=lambda: now)

@@ -1,7 +1,7 @@
 """Adapters of several models behind one router, with scripted workers and a real Redis: names, choice and removal."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import grpc
 import pytest
 import pytest_asyncio
 import redis
-from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.deploy.machine.redis_server import RedisProcess
 from blockyard.proto.index.redis import connect
 from blockyard.proto.v1 import admin_pb2, cluster_pb2
 from blockyard.router.adapters.log import AdapterLog
@@ -17,26 +17,12 @@ from blockyard.router.client.aio import AsyncClient
 from blockyard.router.client.errors import InvalidRequestError, NotFoundError
 from blockyard.router.config import ServedModel
 
-from .fake_worker import FakeWorker, expected_tokens
-from .rig import Router, running_router, until
-from .test_models import DEMO, LIST, OTHER, groups, worker_of
+from tests.unit.router.fake_worker import FakeWorker, expected_tokens
+from tests.unit.router.rig import Router, running_router, until
+from tests.unit.router.test_models import DEMO, LIST, OTHER, groups, worker_of
 
 SECRET = "correct-horse-of-the-models"
 CONTENTS = {"sql": "1" * 32, "law": "2" * 32}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    started = start_private_redis(tmp_path_factory.mktemp("redis"), password="of-the-admin")
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def operator(server: RedisProcess) -> Iterator["redis.Redis"]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
 
 
 def able(model: ServedModel) -> FakeWorker:
@@ -93,7 +79,6 @@ async def pair(both: tuple[Served, Served]) -> AsyncIterator[tuple[Served, Serve
             workers[model].load.Clear()
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_adapter_is_added_to_the_named_model_alone_and_by_default_to_the_first(
     pair: tuple[Served, Served],
@@ -213,7 +198,6 @@ async def test_the_cost_of_loading_an_adapter_is_that_of_its_models_workers(
     await until(are_known)
 
 
-@pytest.mark.ci
 async def test_the_adapters_of_a_removed_model_end_with_it_and_are_not_inherited(
     operator: "redis.Redis", server: RedisProcess
 ) -> None:
@@ -238,7 +222,6 @@ async def test_the_adapters_of_a_removed_model_end_with_it_and_are_not_inherited
         assert [one.name for one in await admin.list_adapters()] == ["law", "sql"]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("changed", "num_logs"),
     [(replace(OTHER, names=("other", "new-alias")), 1), (replace(OTHER, addition="again"), 0)],

@@ -1,13 +1,12 @@
 """Pulls that an admin orders, on real workers: the blocks, the tokens and the words of each refusal."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.deploy.machine.redis_server import RedisProcess
 from blockyard.router.client.errors import (
     BlockyardError,
     InvalidRequestError,
@@ -20,9 +19,9 @@ from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.transfer.rules import Avoided
 
-from tests.nightly.router.test_handover import Cluster, ask, cluster, prompt
+from tests.unit.router.rig import until
 
-from .rig import until
+from .rig import Cluster, ask, cluster, prompt
 
 LENGTH = 200
 BLOCKS = 12
@@ -31,17 +30,9 @@ PROMPT = prompt(5, LENGTH)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("redis")
-    redis = start_private_redis(folder)
-    yield redis.url
-    redis.stop()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def here(redis_url: str) -> AsyncIterator[Cluster]:
-    async with cluster(redis_url=redis_url, lend_share=0.5) as running:
+async def here(server: RedisProcess) -> AsyncIterator[Cluster]:
+    async with cluster(redis_url=server.url, lend_share=0.5) as running:
         yield running
 
 
@@ -81,18 +72,22 @@ async def bytes_of(here: Cluster, worker: WorkerServer) -> list[bytes]:
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("named", [True, False])
-async def test_an_ordered_pull_brings_the_blocks_and_publishes_them(
+async def test_an_ordered_pull_brings_the_blocks_publishes_them_and_is_shown_like_any_other(
     here: Cluster, source: str, named: bool
 ) -> None:
     await here.drain(1)
     expected = await ask(here.client, 1, prompt_token_ids=PROMPT, session_id="a")
     await here.client.resume_worker("worker-1")
+    num_before = num_whole(here)
     wanted = source if named else None
     pulled = await here.client.pull_prefix("worker-1", prompt_token_ids=PROMPT, source_id=wanted)
     assert (pulled.source_id, pulled.prompt_blocks, pulled.blocks_before) == (source, BLOCKS, 0)
-    assert pulled.num_blocks == BLOCKS
-    assert pulled.num_bytes > 0
-    assert pulled.elapsed_ms > 0
+    assert (pulled.num_blocks, pulled.num_bytes > 0, pulled.elapsed_ms > 0) == (BLOCKS, True, True)
+    (shown, *_) = (await here.client.cluster_info()).pulls
+    assert (shown.worker_id, shown.source_id, shown.end) == ("worker-1", source, "whole")
+    assert shown.num_blocks == BLOCKS
+    await until(lambda: num_whole(here) == num_before + 1, 30.0)
+    await until(lambda: has_pulled(here), 30.0)
     await until(lambda: is_known(here, "worker-1"), 30.0)
     first, second = [await bytes_of(here, worker) for worker in here.workers]
     assert len(second) == BLOCKS
@@ -105,16 +100,6 @@ async def test_an_ordered_pull_brings_the_blocks_and_publishes_them(
     assert answer.finish.worker_id == "worker-1"
     assert answer.finish.cached_tokens == BLOCKS * 16
     assert answer.token_ids == expected.token_ids
-
-
-async def test_an_ordered_pull_is_counted_and_shown_like_any_other(here: Cluster, source: str) -> None:
-    before = num_whole(here)
-    await here.client.pull_prefix("worker-1", prompt_token_ids=PROMPT, source_id=source)
-    (shown, *_) = (await here.client.cluster_info()).pulls
-    assert (shown.worker_id, shown.source_id, shown.end) == ("worker-1", source, "whole")
-    assert shown.num_blocks == BLOCKS
-    await until(lambda: num_whole(here) == before + 1, 30.0)
-    await until(lambda: has_pulled(here), 30.0)
 
 
 def num_whole(here: Cluster) -> float:
@@ -143,26 +128,22 @@ async def failure(call: Any) -> tuple[type[BlockyardError], str]:
     raise AssertionError("it was answered")
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"worker_id": "worker-9"}, (NotFoundError, "WORKER_NOT_FOUND")),
-        ({"source_id": "worker-9"}, (NotFoundError, "WORKER_NOT_FOUND")),
-        ({"source_id": "worker-1"}, (InvalidRequestError, "INVALID_REQUEST")),
-        ({"prompt_token_ids": [5, 6, 7]}, (InvalidRequestError, "PULL_IMPOSSIBLE")),
-        ({"prompt_token_ids": prompt(77, 90)}, (InvalidRequestError, "PULL_IMPOSSIBLE")),
-        (
-            {"prompt_token_ids": prompt(77, 90), "source_id": "worker-0"},
-            (InvalidRequestError, "PULL_IMPOSSIBLE"),
-        ),
-    ],
-)
-async def test_what_cannot_be_pulled_is_refused_in_words(
-    here: Cluster, source: str, changes: dict[str, Any], expected: tuple[type[BlockyardError], str]
-) -> None:
-    wanted = {"worker_id": "worker-1", "prompt_token_ids": PROMPT} | changes
-    assert await failure(here.client.pull_prefix(**wanted)) == expected
+UNKNOWN = prompt(77, 90)
+NOT_FOUND, INVALID = (NotFoundError, "WORKER_NOT_FOUND"), (InvalidRequestError, "INVALID_REQUEST")
+IMPOSSIBLE = (InvalidRequestError, "PULL_IMPOSSIBLE")
+
+
+async def test_what_cannot_be_pulled_is_refused_in_words(here: Cluster, source: str) -> None:
+    for changes, expected in (
+        ({"worker_id": "worker-9"}, NOT_FOUND),
+        ({"source_id": "worker-9"}, NOT_FOUND),
+        ({"source_id": "worker-1"}, INVALID),
+        ({"prompt_token_ids": [5, 6, 7]}, IMPOSSIBLE),
+        ({"prompt_token_ids": UNKNOWN}, IMPOSSIBLE),
+        ({"prompt_token_ids": UNKNOWN, "source_id": "worker-0"}, IMPOSSIBLE),
+    ):
+        wanted: dict[str, Any] = {"worker_id": "worker-1", "prompt_token_ids": PROMPT} | changes
+        assert await failure(here.client.pull_prefix(**wanted)) == expected
 
 
 async def test_a_source_of_another_layout_is_refused_in_words(

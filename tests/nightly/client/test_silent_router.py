@@ -128,7 +128,6 @@ async def _ask_all(address: str) -> list[int]:
     return await asyncio.gather(*(_ask_async(address) for _ in range(NUM_CLIENTS)))
 
 
-@pytest.mark.slow
 def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_nothing_is_sent_twice(
     shared: Shared,
 ) -> None:
@@ -143,7 +142,6 @@ def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_noth
     assert calls == [2 * NUM_CLIENTS, 0]
 
 
-@pytest.mark.ci
 def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_deadline(
     shared: Shared,
 ) -> None:
@@ -155,7 +153,6 @@ def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_de
         client.list_models()
 
 
-@pytest.mark.ci
 def test_a_router_that_is_slow_to_greet_is_reached_by_a_client_with_more_time_to_connect(
     shared: Shared,
 ) -> None:
@@ -174,10 +171,3 @@ def test_a_router_that_is_slow_to_greet_is_reached_by_a_client_with_more_time_to
                 return len(await patient.list_models())
 
         assert asyncio.run(ask()) == 0
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_to_connect_that_makes_no_sense_is_refused(seconds: float) -> None:
-    for kind in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="connect_seconds must be positive"):
-            kind("127.0.0.1:1", connect_seconds=seconds)
