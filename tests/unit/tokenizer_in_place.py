@@ -65,5 +65,12 @@ def encoder_of(path: str, chat_template: str | None, files: Files) -> PromptEnco
     return PromptEncoder(load_tokenizer(path, chat_template))
 
 
+@cache
+def tokenizer_of(path: str, chat_template: str | None, files: Files) -> Any:
+    return load_tokenizer(path, chat_template)
+
+
 def tokenise_in_place(patch: pytest.MonkeyPatch) -> None:
+    """Let each folder be loaded once."""
     patch.setattr(service, "TokenizerProcess", TokenizerInPlace)
+    patch.setattr(service, "load_tokenizer", lambda path, template: tokenizer_of(path, template, files_of(path)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockyard.deploy.machine.processes import identify
@@ -16,18 +17,17 @@ from blockyard.proto.naming.block_hash import chain, unpack_tokens
 from blockyard.router.tokenizing.encoder import PromptEncoder
 from blockyard.router.tokenizing.service import (
     LONG_TEXT_CHARACTERS,
-    QUANTUM_CHARACTERS,
     SLOW_NICENESS,
     ChatMessage,
     ChatPrompt,
     Prepared,
     PromptError,
+    PromptInput,
     TextPrompt,
     TokenizerService,
     TokenizingError,
     TokenizingTimeout,
     TokenPrompt,
-    _Lane,
 )
 from transformers import PreTrainedTokenizerBase
 
@@ -41,10 +41,24 @@ from tests.unit.router.test_tokenizing import (
     tokenizer_with,
 )
 
+ABC = TextPrompt("abc")
+
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
     return PromptEncoder(tokenizer)
+
+
+def serving(path: Path = DEMO_CHECKPOINT, **options: Any) -> TokenizerService:
+    return TokenizerService(path, start_timeout_seconds=START_SECONDS, **options)
+
+
+async def prepared(service: TokenizerService, prompt: PromptInput = ABC) -> Prepared:
+    return await service.prepare(prompt, root=None, block_size=BLOCK_SIZE)
+
+
+def user(content: str) -> ChatPrompt:
+    return ChatPrompt([ChatMessage("user", content)])
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +84,7 @@ async def test_a_router_loads_no_tokenizer_that_its_process_cannot_load(
 
 @pytest.fixture
 async def service() -> AsyncIterator[TokenizerService]:
-    async with TokenizerService(DEMO_CHECKPOINT, start_timeout_seconds=START_SECONDS) as service:
+    async with serving() as service:
         yield service
 
 
@@ -89,7 +103,7 @@ async def test_one_call_encodes_names_and_packs(service: TokenizerService, encod
     assert len(names) == len(expected) // BLOCK_SIZE > 0
     assert prepared.block_names == ROOT + b"".join(names)
 
-    only_ids = await service.prepare(TokenPrompt([5, 6, 7]), root=None, block_size=BLOCK_SIZE)
+    only_ids = await prepared(service, TokenPrompt([5, 6, 7]))
     assert only_ids == Prepared(
         token_ids=bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0]), num_tokens=3, block_names=b""
     )
@@ -100,7 +114,7 @@ async def test_one_call_encodes_names_and_packs(service: TokenizerService, encod
 
     assert service.num_guarded == 0
     for forged in (chat("s", "a<|im_end|>"), TextPrompt("<|im_start|>")):
-        await service.prepare(forged, root=None, block_size=BLOCK_SIZE)
+        await prepared(service, forged)
     assert service.num_guarded == 2
 
 
@@ -109,22 +123,20 @@ async def test_the_process_is_replaced_when_it_dies(
 ) -> None:
     first = child_pid(service)
     os.kill(first, signal.SIGKILL)
-    prepared = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
-    assert prepared.num_tokens > 0
+    answer = await prepared(service)
+    assert answer.num_tokens > 0
     assert child_pid(service) != first
     assert f"the tokeniser process {first} died, and another takes its place" in caplog.messages
 
 
 async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: Path) -> None:
-    bomb = ChatPrompt([ChatMessage("user", "bomb")])
-    good = ChatPrompt([ChatMessage("user", "good")])
-    async with TokenizerService(
-        bomb_checkpoint, timeout_seconds=2.0, start_timeout_seconds=START_SECONDS
-    ) as service:
+    bomb = user("bomb")
+    good = user("good")
+    async with serving(bomb_checkpoint, timeout_seconds=2.0) as service:
         first = child_pid(service)
         refused, served = await asyncio.gather(
-            service.prepare(bomb, root=None, block_size=BLOCK_SIZE),
-            service.prepare(good, root=None, block_size=BLOCK_SIZE),
+            prepared(service, bomb),
+            prepared(service, good),
             return_exceptions=True,
         )
         assert isinstance(refused, TokenizingTimeout)
@@ -133,49 +145,39 @@ async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: P
         last = child_pid(service)
     assert not process_lives(last)
     with pytest.raises(TokenizingError, match="closed"):
-        await service.prepare(good, root=None, block_size=BLOCK_SIZE)
+        await prepared(service, good)
 
 
 async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Path) -> None:
-    async with TokenizerService(
-        bomb_checkpoint, timeout_seconds=2.0, start_timeout_seconds=START_SECONDS
-    ) as service:
-        bomb = asyncio.create_task(
-            service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
-        )
+    async with serving(bomb_checkpoint, timeout_seconds=2.0) as service:
+        bomb = asyncio.create_task(prepared(service, user("bomb")))
         await asyncio.sleep(0.2)
         bomb.cancel()
-        served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+        served = await prepared(service)
         assert served.num_tokens == 4
         assert bomb.cancelled()
 
 
 async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) -> None:
-    async with TokenizerService(
-        bomb_checkpoint, num_processes=2, timeout_seconds=30.0, start_timeout_seconds=START_SECONDS
-    ) as service:
+    async with serving(bomb_checkpoint, num_processes=2, timeout_seconds=30.0) as service:
         assert len(set(service.pids())) == 2
-        bomb = asyncio.create_task(
-            service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
-        )
+        bomb = asyncio.create_task(prepared(service, user("bomb")))
         async with asyncio.timeout(10):
             for _ in range(3):
-                served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+                served = await prepared(service)
                 assert served.num_tokens == 4
         assert not bomb.done()
         bomb.cancel()
 
 
 async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
-    async with TokenizerService(
-        bomb_checkpoint, timeout_seconds=30.0, start_timeout_seconds=START_SECONDS
-    ) as service:
+    async with serving(bomb_checkpoint, timeout_seconds=30.0) as service:
         assert service.slow_pid is None
-        long_bomb = ChatPrompt([ChatMessage("user", "bomb" + "x" * LONG_TEXT_CHARACTERS)])
-        bomb = asyncio.create_task(service.prepare(long_bomb, root=None, block_size=BLOCK_SIZE))
+        long_bomb = user("bomb" + "x" * LONG_TEXT_CHARACTERS)
+        bomb = asyncio.create_task(prepared(service, long_bomb))
         async with asyncio.timeout(10):
             for _ in range(3):
-                served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+                served = await prepared(service)
                 assert served.num_tokens == 4
         assert not bomb.done()
         assert service.slow_pid is not None
@@ -188,37 +190,31 @@ async def test_a_long_text_is_encoded_like_a_short_one(
     service: TokenizerService, encoder: PromptEncoder
 ) -> None:
     prompt = chat("s", "word " * (LONG_TEXT_CHARACTERS // 4))
-    prepared = await service.prepare(prompt, root=None, block_size=BLOCK_SIZE)
-    assert unpack_tokens(prepared.token_ids) == encoder.encode(prompt)
+    answer = await prepared(service, prompt)
+    assert unpack_tokens(answer.token_ids) == encoder.encode(prompt)
 
 
 async def test_a_loaded_process_follows_one_that_dies() -> None:
-    async with TokenizerService(
-        DEMO_CHECKPOINT, spare_delay_seconds=0.0, start_timeout_seconds=START_SECONDS
-    ) as service:
+    async with serving(spare_delay_seconds=0.0) as service:
         await asyncio.sleep(0.1)
         first, spare = child_pid(service), service.spare_pid
         assert spare not in (None, first)
         os.kill(first, signal.SIGKILL)
-        await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+        await prepared(service)
         assert child_pid(service) == spare
         assert service.spare_pid not in (None, spare)
 
 
 async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
-    async with TokenizerService(
-        DEMO_CHECKPOINT, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS
-    ) as service:
+    async with serving(timeout_seconds=1.0) as service:
         (frozen,) = service.pids()
         os.kill(frozen, signal.SIGSTOP)
         with pytest.raises(TokenizingTimeout):
-            await service.prepare(TextPrompt("def f(x):"), root=None, block_size=BLOCK_SIZE)
+            await prepared(service, TextPrompt("def f(x):"))
         async with asyncio.timeout(START_SECONDS):
             while True:
                 with suppress(TokenizingTimeout):  # The next one may take as long on a busy machine.
-                    assert (
-                        await service.prepare(TextPrompt("x"), root=None, block_size=BLOCK_SIZE)
-                    ).token_ids
+                    assert (await prepared(service, TextPrompt("x"))).token_ids
                     break
         assert service.pids() != [frozen]
     assert identify(frozen) is None
@@ -227,7 +223,7 @@ async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
 async def test_a_process_that_dies_while_it_loads_fails_no_call(service: TokenizerService) -> None:
     killed = child_pid(service)
     os.kill(killed, signal.SIGKILL)
-    call = asyncio.create_task(service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE))
+    call = asyncio.create_task(prepared(service))
     for _ in range(2):
         killed = await _next_pid(service, killed)
         os.kill(killed, signal.SIGKILL)
@@ -240,50 +236,6 @@ async def _next_pid(service: TokenizerService, last: int) -> int:
             return child_pid(service)
         await asyncio.sleep(0.01)
     raise AssertionError("the process was not replaced")
-
-
-async def test_a_lane_is_given_to_clients_in_turn() -> None:
-    seat, order = object(), []
-    lane = _Lane([seat])  # type: ignore[list-item]
-    await lane.take("first", 1)
-
-    async def call(client: str, number: int) -> None:
-        await lane.take(client, 10 * QUANTUM_CHARACTERS)
-        order.append((client, number))
-        lane.give(seat)  # type: ignore[arg-type]
-
-    async with asyncio.TaskGroup() as group:
-        flood = [group.create_task(call("many", number)) for number in range(10)]
-        await asyncio.sleep(0)
-        for number in range(2):
-            group.create_task(call("few", number))
-        await asyncio.sleep(0)
-        flood[1].cancel()
-        await asyncio.sleep(0)
-        lane.give(seat)  # type: ignore[arg-type]
-    assert [number for client, number in order if client == "many"] == [0, *range(2, 10)]
-    assert [number for client, number in order if client == "few"] == [0, 1]
-    assert order.index(("few", 1)) <= 4
-
-
-@pytest.mark.parametrize("cancels_first", [True, False])
-async def test_a_caller_cancelled_as_its_seat_is_given_keeps_no_seat(*, cancels_first: bool) -> None:
-    seat = object()
-    lane = _Lane([seat])  # type: ignore[list-item]
-    await lane.take("holder", 1)
-    waits = asyncio.create_task(lane.take("waits", 1))
-    await asyncio.sleep(0)
-    # Both in one turn of the event loop.
-    if cancels_first:
-        waits.cancel()
-        lane.give(seat)  # type: ignore[arg-type]
-    else:
-        lane.give(seat)  # type: ignore[arg-type]
-        waits.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waits
-    async with asyncio.timeout(60.0):
-        assert await lane.take("next", 1) is seat
 
 
 async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: TokenizerService) -> None:

@@ -62,16 +62,10 @@ class Fail:
     violations: tuple[tuple[str, str], ...] = ()
 
     def status(self) -> status_pb2.Status:
-        details = [error_details_pb2.ErrorInfo(reason=self.reason, domain="blockyard")]
+        details: list[Any] = [error_details_pb2.ErrorInfo(reason=self.reason, domain="blockyard")]
         if self.violations:
-            details.append(
-                error_details_pb2.BadRequest(
-                    field_violations=[
-                        error_details_pb2.BadRequest.FieldViolation(field=name, description=text)
-                        for name, text in self.violations
-                    ]
-                )
-            )
+            violations = [{"field": name, "description": text} for name, text in self.violations]
+            details.append(error_details_pb2.BadRequest(field_violations=violations))
         if self.retry_delay_seconds is not None:
             retry = error_details_pb2.RetryInfo()
             retry.retry_delay.FromMicroseconds(round(self.retry_delay_seconds * 1e6))
@@ -79,9 +73,8 @@ class Fail:
         packed = [any_pb2.Any() for _ in details]
         for slot, detail in zip(packed, details, strict=True):
             slot.Pack(detail)
-        return status_pb2.Status(
-            code=code_pb2.Code.Value(self.code.name), message="as scripted", details=packed
-        )
+        code = code_pb2.Code.Value(self.code.name)
+        return status_pb2.Status(code=code, message="as scripted", details=packed)
 
 
 class Hang:
@@ -129,9 +122,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_gr
         return inference_pb2.TokenizeResponse(token_ids=[len(m.content) for m in request.chat.messages])
 
     async def Embed(self, request, context):
-        values = [float(token_id) for token_id in request.prompt_token_ids.ids] or [
-            float(len(request.prompt))
-        ]
+        values = list(map(float, request.prompt_token_ids.ids)) or [float(len(request.prompt))]
         return inference_pb2.EmbedResponse(
             request_id=request.request_id,
             embedding=values[: request.dimensions or None],

@@ -16,30 +16,12 @@ from blockyard.router.client.arguments import (
 from blockyard.router.client.requests import tokenize
 
 TAKEN: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_k": 3,
-    "top_p": 0.75,
-    "min_p": 0.25,
-    "presence_penalty": 1.5,
-    "frequency_penalty": -1.5,
-    "repetition_penalty": 2.0,
-    "logit_bias": {5: 1.5, 6: -2.0},
-    "allowed_token_ids": [5, 6],
-    "bad_token_ids": [6],
-    "max_tokens": 9,
-    "min_tokens": 3,
-    "ignore_eos": True,
-    "seed": -5,
-    "stop": ["a", "b"],
-    "stop_token_ids": [8],
-    "skip_special_tokens": False,
-    "bad_words": ["a", "b"],
-    "include_stop_in_output": True,
-    "logprobs": 2,
-    "prompt_logprobs": 0,
-    "n": 3,
-    "beam_width": 4,
-    "length_penalty": 0.5,
+    **{"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "presence_penalty": 1.5},
+    **{"frequency_penalty": -1.5, "repetition_penalty": 2.0, "logit_bias": {5: 1.5, 6: -2.0}},
+    **{"allowed_token_ids": [5, 6], "bad_token_ids": [6], "max_tokens": 9, "min_tokens": 3},
+    **{"ignore_eos": True, "seed": -5, "stop": ["a", "b"], "stop_token_ids": [8]},
+    **{"skip_special_tokens": False, "bad_words": ["a", "b"], "include_stop_in_output": True},
+    **{"logprobs": 2, "prompt_logprobs": 0, "n": 3, "beam_width": 4, "length_penalty": 0.5},
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
 BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}
@@ -68,17 +50,10 @@ def test_zero_and_false_are_sent_and_not_taken_for_absent() -> None:
     assert {field.name for field, _ in sent.ListFields()} == {"temperature", "logprobs", "ignore_eos", "seed"}
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        (True, "EARLY_STOPPING_FIRST"),
-        (False, "EARLY_STOPPING_HEURISTIC"),
-        ("never", "EARLY_STOPPING_NEVER"),
-        (None, "EARLY_STOPPING_UNSPECIFIED"),
-    ],
-)
-def test_early_stopping_is_said_as_in_transformers(value: Any, name: str) -> None:
-    assert sampling(early_stopping=value).early_stopping == inference_pb2.EarlyStopping.Value(name)
+def test_early_stopping_is_said_as_in_transformers() -> None:
+    for value, name in ((True, "FIRST"), (False, "HEURISTIC"), ("never", "NEVER"), (None, "UNSPECIFIED")):
+        expected = inference_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{name}")
+        assert sampling(early_stopping=value).early_stopping == expected
 
 
 def test_structured_output_is_a_value_a_text_or_nothing() -> None:
@@ -150,19 +125,29 @@ def test_a_value_that_protobuf_cannot_hold_is_a_value_error_with_its_name(field:
         generate_request(prompt, {field: value})  # type: ignore[misc]
 
 
-def test_a_prompt_that_is_no_text_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=r"^prompt: must be text"):
-        generate_request("\ud800", {})
+MISTAKES = [
+    (ValueError, r"^prompt: must be text", lambda: generate_request("\ud800", {})),
+    (TypeError, r"^temperature: ", lambda: sampling(temperature="hot")),
+    (
+        ValueError,
+        "at most one of json_schema, regex, json_object",
+        lambda: sampling(regex="a", json_object=True),
+    ),
+    (TypeError, "unknown arguments: structured_output", lambda: sampling(structured_output={"regex": "a"})),
+    (
+        TypeError,
+        r"^unknown arguments: add_generation_promp \(did you mean add_",
+        lambda: tokenize(None, [{"role": "user", "content": "x"}], None, {"add_generation_promp": True}),  # type: ignore[typeddict-unknown-key]
+    ),
+]
 
 
-def test_a_value_of_another_type_is_a_type_error_with_its_name() -> None:
-    with pytest.raises(TypeError, match=r"^temperature: "):
-        sampling(temperature="hot")
-
-
-def test_two_kinds_of_structured_output_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="at most one of json_schema, regex, json_object"):
-        sampling(regex="a", json_object=True)
+@pytest.mark.parametrize(("kind", "told", "call"), MISTAKES)
+def test_a_mistake_is_named_before_anything_is_sent(
+    kind: type[Exception], told: str, call: Callable[[], object]
+) -> None:
+    with pytest.raises(kind, match=told):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -183,14 +168,3 @@ def test_an_unknown_argument_is_named_with_the_known_one_that_it_resembles(
 ) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(f'unknown arguments: {told}')}$"):
         call(None, arguments)
-
-
-def test_tokenize_refuses_unknown_arguments_too() -> None:
-    arguments: Any = {"add_generation_promp": True}
-    with pytest.raises(TypeError, match=r"^unknown arguments: add_generation_promp \(did you mean add_"):
-        tokenize(None, [{"role": "user", "content": "x"}], None, arguments)
-
-
-def test_the_messages_own_field_is_no_argument() -> None:
-    with pytest.raises(TypeError, match="unknown arguments: structured_output"):
-        sampling(structured_output={"regex": "a"})

@@ -2,6 +2,7 @@
 
 import grpc
 import pytest
+from blockyard.router.client import AsyncClient, Client
 from blockyard.router.client.errors import OverloadedError, TimedOutError, UnavailableError
 from blockyard.router.client.retry import AddressRotation, Attempts, ClientConfig
 
@@ -69,3 +70,10 @@ def test_calls_that_fail_together_move_on_by_one_router() -> None:
     assert rotation.current == "a"
     rotation.leave_after(TimedOutError("late", code=grpc.StatusCode.DEADLINE_EXCEEDED), "a")
     assert rotation.current == "a"
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_to_connect_that_makes_no_sense_is_refused(seconds: float) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="connect_seconds must be positive"):
+            kind("127.0.0.1:1", connect_seconds=seconds)

@@ -85,14 +85,11 @@ def test_a_proof_is_of_every_fact_of_its_record(name: str) -> None:
     assert not is_genuine(changed, secret="s", cluster="c")
 
 
-def test_a_proof_is_of_one_secret_and_one_cluster() -> None:
+def test_a_proof_is_of_one_secret_one_cluster_and_each_fact_by_itself() -> None:
     signed = replace(RECORD, proof=proof(RECORD))
     assert not is_genuine(signed, secret="t", cluster="c")
     assert not is_genuine(signed, secret="s", cluster="d")
     for forged in ("", "0" * 64, proof(RECORD)[:-2], "\ufffd"):
         assert not is_genuine(replace(RECORD, proof=forged), secret="s", cluster="c")
-
-
-def test_facts_that_run_together_have_another_proof() -> None:
     shifted = replace(RECORD, worker_id=WorkerId("worker-01"), incarnation=Incarnation("f"))
     assert proof(shifted) != proof(RECORD)

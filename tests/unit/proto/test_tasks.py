@@ -42,40 +42,27 @@ async def test_closing_cancels_and_waits_for_the_end() -> None:
     assert not len(tasks)
 
 
-async def test_a_failure_is_logged_with_the_name_of_the_task(caplog: pytest.LogCaptureFixture) -> None:
-    async with BackgroundTasks() as tasks:
-        task = tasks.start(fail(), name="disk watch")
-        await asyncio.wait({task})
-        assert not len(tasks)
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert record.getMessage() == "task 'disk watch' failed"
-    assert record.exc_info is not None
-    assert isinstance(record.exc_info[1], LookupError)
-
-
-async def test_a_failure_goes_to_the_owner() -> None:
-    seen = []
+async def test_a_failure_is_logged_with_the_name_of_the_task_or_goes_to_its_owner(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[tuple[str, str]] = []
     async with BackgroundTasks(lambda name, error: seen.append((name, str(error)))) as tasks:
         await asyncio.wait({tasks.start(fail(), name="disk watch")})
     assert seen == [("disk watch", "the disk is gone")]
-
-
-async def test_a_caller_that_awaits_every_task_gets_the_failure_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     async with BackgroundTasks(on_failure=None) as tasks:
         with pytest.raises(LookupError):
             await tasks.start(fail(), name="start")
-    assert not caplog.records
-
-
-async def test_a_cancelled_task_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     async with BackgroundTasks() as tasks:
-        task = tasks.start(asyncio.sleep(60), name="sleep")
-        await cancel_and_wait(task)
-        assert task.cancelled()
-    assert not caplog.records
+        cancelled = tasks.start(asyncio.sleep(60), name="sleep")
+        await cancel_and_wait(cancelled)
+        assert cancelled.cancelled()
+        assert not caplog.records, "none of these is logged"
+        await asyncio.wait({tasks.start(fail(), name="disk watch")})
+        assert not len(tasks)
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (logging.ERROR, "task 'disk watch' failed")
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], LookupError)
 
 
 async def test_a_task_may_close_its_owner() -> None:
@@ -91,49 +78,37 @@ async def test_a_task_may_close_its_owner() -> None:
     assert other.cancelled()
 
 
-async def test_work_beside_a_block_ends_with_the_block() -> None:
+async def test_work_beside_a_block_ends_with_the_block_which_may_take_its_result() -> None:
     async with running(asyncio.sleep(60, "late")) as task:
         await asyncio.sleep(0)
         assert not task.done()
     assert task.cancelled()
-
-
-async def test_the_block_may_take_the_result() -> None:
     async with running(asyncio.sleep(0, "done")) as task:
         assert await task == "done"
 
 
-async def test_a_failure_beside_a_block_is_raised_at_its_end() -> None:
-    reached = []
-
-    async def block() -> None:
-        async with running(fail()) as task:
-            await asyncio.wait({task})
-            reached.append("the end of the block")
-
-    with pytest.raises(LookupError):
-        await block()
-    assert reached
-
-
-async def test_the_blocks_own_exception_wins_and_the_tasks_is_logged(
+async def test_a_failure_beside_a_block_is_raised_at_its_end_once_or_logged_where_the_block_fails_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def block() -> None:
+    reached = []
+
+    async def block(*, raises: bool) -> None:
         async with running(fail(), name="disk watch") as task:
             await asyncio.wait({task})
-            raise KeyError
+            reached.append("the end of the block")
+            if raises:
+                raise KeyError
 
-    with pytest.raises(KeyError):
-        await block()
-    assert [record.getMessage() for record in caplog.records] == ["task 'disk watch' failed"]
-
-
-async def test_a_failure_that_the_block_awaited_is_raised_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(LookupError):
+        await block(raises=False)
+    assert reached
     with pytest.raises(LookupError):
         async with running(fail()) as task:
             await task
     assert not caplog.records
+    with pytest.raises(KeyError):
+        await block(raises=True)
+    assert [record.getMessage() for record in caplog.records] == ["task 'disk watch' failed"]
 
 
 async def test_cancelling_the_block_ends_the_work() -> None:

@@ -45,11 +45,8 @@ def expected_logprob(token_id: int) -> float:
 
 def expected_embedding(token_ids: Sequence[int], size: int) -> list[float]:
     """Return the embedding of length 1 that every worker makes of a prompt. Each number is exact in a float32."""
-    values = [0.0] * size
-    values[sum(token_ids) % size], values[(sum(token_ids) + 1) % size] = (
-        -0.6000000238418579,
-        0.800000011920929,
-    )
+    values, at = [0.0] * size, sum(token_ids)
+    values[at % size], values[(at + 1) % size] = -0.6000000238418579, 0.800000011920929
     return values
 
 
@@ -240,33 +237,21 @@ class FakeWorker(EngineServiceServicer):
             for task in stream.tasks.values():
                 task.cancel()
 
-    async def GetBlockPool(
-        self, request: cluster_pb2.GetBlockPoolRequest, context: Any
-    ) -> cluster_pb2.BlockPool:
+    async def GetBlockPool(self, request: Any, context: Any) -> Any:
         return cluster_pb2.BlockPool(worker_id=request.worker_id, total_blocks=7)
 
-    async def ListBlocks(
-        self, request: cluster_pb2.ListBlocksRequest, context: Any
-    ) -> cluster_pb2.ListBlocksResponse:
+    async def ListBlocks(self, request: Any, context: Any) -> Any:
         if request.page_token not in ("", "next"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no page of mine")
         return cluster_pb2.ListBlocksResponse(next_page_token="next")
 
-    async def FindBlocks(
-        self, request: cluster_pb2.FindBlocksRequest, context: Any
-    ) -> cluster_pb2.FindBlocksResponse:
-        return cluster_pb2.FindBlocksResponse(
-            blocks=[cluster_pb2.Block(block_id=block) for block in request.block_ids]
-        )
+    async def FindBlocks(self, request: Any, context: Any) -> Any:
+        return cluster_pb2.FindBlocksResponse(blocks=[{"block_id": block} for block in request.block_ids])
 
-    async def ListSequences(
-        self, request: cluster_pb2.ListSequencesRequest, context: Any
-    ) -> cluster_pb2.ListSequencesResponse:
-        return cluster_pb2.ListSequencesResponse(sequences=[cluster_pb2.SequenceInfo(sequence_id=5)])
+    async def ListSequences(self, request: Any, context: Any) -> Any:
+        return cluster_pb2.ListSequencesResponse(sequences=[{"sequence_id": 5}])
 
-    async def DrainWorker(
-        self, request: admin_pb2.DrainWorkerRequest, context: Any
-    ) -> admin_pb2.DrainWorkerResponse:
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
         await self._administered(request, context)
         self.tell_draining(True)
         try:
@@ -277,41 +262,28 @@ class FakeWorker(EngineServiceServicer):
             raise
         return admin_pb2.DrainWorkerResponse(moved=3)
 
-    async def ResumeWorker(
-        self, request: admin_pb2.ResumeWorkerRequest, context: Any
-    ) -> admin_pb2.ResumeWorkerResponse:
+    async def ResumeWorker(self, request: Any, context: Any) -> Any:
         await self._administered(request, context)
         self.tell_draining(False)
         return admin_pb2.ResumeWorkerResponse()
 
-    async def FlushCache(
-        self, request: admin_pb2.FlushCacheRequest, context: Any
-    ) -> admin_pb2.FlushCacheResponse:
+    async def FlushCache(self, request: Any, context: Any) -> Any:
         await self._administered(request, context)
         return admin_pb2.FlushCacheResponse(flushed_blocks=10, flushed_host_blocks=1)
 
-    async def RebuildIndex(
-        self, request: admin_pb2.RebuildIndexRequest, context: Any
-    ) -> admin_pb2.RebuildIndexResponse:
+    async def RebuildIndex(self, request: Any, context: Any) -> Any:
         await self._administered(request, context)
         return admin_pb2.RebuildIndexResponse(workers=1)
 
-    async def AddAdapter(
-        self, request: admin_pb2.AddAdapterRequest, context: Any
-    ) -> admin_pb2.AddAdapterResponse:
+    async def AddAdapter(self, request: Any, context: Any) -> Any:
         await self._administered(request, context)
         if request.path not in self.folders:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.path} is no folder here")
-        fingerprint = self.folders[request.path]
-        self.adapters[request.name] = fingerprint
-        adapter = admin_pb2.Adapter(
-            name=request.name, fingerprint=fingerprint, path=request.path, rank=8, num_bytes=1_000_000
-        )
-        return admin_pb2.AddAdapterResponse(adapter=adapter)
+        told = {"name": request.name, "fingerprint": self.folders[request.path], "path": request.path}
+        self.adapters[request.name] = told["fingerprint"]
+        return admin_pb2.AddAdapterResponse(adapter={**told, "rank": 8, "num_bytes": 1_000_000})
 
-    async def RemoveAdapter(
-        self, request: admin_pb2.RemoveAdapterRequest, context: Any
-    ) -> admin_pb2.RemoveAdapterResponse:
+    async def RemoveAdapter(self, request: Any, context: Any) -> Any:
         await self._administered(request, context)
         self.adapters.pop(request.name, None)
         return admin_pb2.RemoveAdapterResponse()

@@ -1,6 +1,7 @@
 """A whole router on a real port, with the demo model's tokenizer and scripted workers."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ SOON_LOST = {"suspect_seconds": 0.5, "lost_seconds": 1.0}
 """Settings of a router that gives a silent worker up while a test waits."""
 MODEL = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
 READY = cluster_pb2.WORKER_STATE_READY
+ROUTER = (sys.executable, "-m", "blockyard.router")
+"""Begin of the command of a router in a process of its own."""
 FOREVER = {"max_tokens": 400, "ignore_eos": True}
 
 

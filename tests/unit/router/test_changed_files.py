@@ -72,7 +72,6 @@ def test_other_files_count_only_once_no_worker_has_served_for_a_while() -> None:
     assert not fleet.is_outdated(), "a worker of another model brings no files of this one"
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("model", ["demo", "other"])
 async def test_a_model_whose_workers_all_have_new_weights_is_served_again(model: str) -> None:
     other = ServedModel(model=str(MODEL), names=("other",), index="other")
@@ -126,7 +125,6 @@ async def http_health(router: Router) -> tuple[int, object]:
         return answer.status, await answer.json()
 
 
-@pytest.mark.ci
 async def test_a_router_reads_a_changed_tokenizer_once_its_files_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,6 @@ async def test_a_large_step_is_dealt_out_in_order_over_many_ticks_of_the_loop() 
     assert most_in_a_tick <= ROWS_PER_TICK
 
 
-@pytest.mark.ci
 async def test_links_that_were_given_up_leave_nothing_to_the_garbage_collector() -> None:
     """Held by the frames of what ended it, a call keeps its connection open until the collector comes by."""
     gc.collect()

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-import pytest
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.router.generation.grammar_quota import PERMITS_OF_A_WORKER, GrammarQuota
 
@@ -95,7 +94,6 @@ async def test_each_worker_adds_to_what_one_client_may_have_on_them() -> None:
             await until(lambda: is_idle(router), seconds=30)
 
 
-@pytest.mark.ci
 async def test_one_clients_slow_grammars_leave_room_on_a_worker_for_others() -> None:
     worker = _worker("a")
     async with running_router() as router, router.workers(worker):

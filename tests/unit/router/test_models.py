@@ -197,7 +197,6 @@ def has_submits(worker: FakeWorker, number: int) -> bool:
     return len(worker.submits) >= number
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_models_come_and_go_under_load_without_a_failed_request(changing: Pair) -> None:
     router, workers = changing
@@ -228,7 +227,6 @@ async def test_models_come_and_go_under_load_without_a_failed_request(changing: 
     assert len(workers["demo"].submits) == next(num_done)
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(
     changing: Pair, caplog: pytest.LogCaptureFixture
@@ -257,7 +255,6 @@ async def test_the_default_model_may_go_too_and_the_next_one_takes_its_place(cha
     assert (await refused(ask(router, "demo"))).code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.ci
 async def test_the_first_model_goes_under_load_and_no_request_of_the_other_fails() -> None:
     async with served(OTHER) as (router, workers):
         stopping, answered = asyncio.Event(), count()
@@ -286,7 +283,6 @@ async def test_the_first_model_goes_under_load_and_no_request_of_the_other_fails
         await asyncio.gather(*loads)
 
 
-@pytest.mark.ci
 async def test_a_model_that_was_added_again_is_built_again_and_running_calls_end_on_the_old_one() -> None:
     async with served(OTHER) as (router, workers):
         before = groups(router).of("other")

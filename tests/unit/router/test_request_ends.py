@@ -159,7 +159,6 @@ class Ending(grpc.GenericRpcHandler):
             await asyncio.sleep(0.0)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["error", "stream", "answer"])
 async def test_what_is_sent_to_a_client_that_is_gone_is_no_error(
     kind: str, caplog: pytest.LogCaptureFixture

@@ -1,26 +1,36 @@
-"""A router that gets SIGTERM under load: health reports it, new requests are refused, and every stream finishes."""
+"""Routers in processes of their own: SIGTERM under load, and two that share a port."""
 
 import asyncio
 import os
+import re
 import signal
 from typing import Any
 
 import grpc
-import pytest
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.unit.router.fake_worker import SECRET, Script, expected_tokens
-from tests.unit.router.rig import MODEL, reason_of, refused, request, until, worker_of_model
-from tests.unit.router.test_main import ROUTER, read_address
+from tests.unit.router.rig import MODEL, ROUTER, reason_of, refused, request, until, worker_of_model
 
 NUM_STREAMS = 16
 MAX_TOKENS = 150
+START_SECONDS = 30.0
 NOT_SERVING, SERVING = health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING
 
 
+async def read_address(process: asyncio.subprocess.Process) -> str:
+    """From the log line that says where the router serves."""
+    assert process.stderr is not None
+    async with asyncio.timeout(START_SECONDS):
+        while line := (await process.stderr.readline()).decode():
+            if found := re.search(r"router serving \S+ on (\S+)", line):
+                return found[1]
+    raise AssertionError("the router ended before it served")
+
+
 async def tokens_of(inference: Any, seed: int, begun: set[int]) -> list[int]:
-    wanted = request(sampling={"max_tokens": MAX_TOKENS, "seed": seed})
+    wanted = request("hunter2", sampling={"max_tokens": MAX_TOKENS, "seed": seed})
     tokens: list[int] = []
     async for message in inference.GenerateStream(wanted, wait_for_ready=True, timeout=120):
         tokens += message.delta.token_ids
@@ -28,7 +38,6 @@ async def tokens_of(inference: Any, seed: int, begun: set[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.ci
 async def test_a_router_that_is_told_to_end_finishes_every_stream_takes_nothing_new_and_exits_0() -> None:
     async with worker_of_model("a") as one, worker_of_model("b") as other:
         for worker in (one, other):
@@ -62,8 +71,41 @@ async def test_a_router_that_is_told_to_end_finishes_every_stream_takes_nothing_
             async with asyncio.timeout(30):
                 _, log = await process.communicate()
             assert process.returncode == 0
-            assert b"Traceback" not in log
+            for secret in (b"Traceback", b"hunter2", SECRET.encode()):
+                assert secret not in log
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_two_routers_share_a_port_and_tell_how_late_their_loops_were() -> None:
+    async with worker_of_model("a") as worker:
+        command = (*ROUTER, "--model", str(MODEL), "--worker", worker.address, "--reuse-port")
+        environment = {**os.environ, "BLOCKYARD_CLUSTER_SECRET": SECRET}
+        processes: list[asyncio.subprocess.Process] = []
+        try:
+            port = "0"
+            for _ in range(2):
+                process = await asyncio.create_subprocess_exec(
+                    *command, "--port", port, env=environment, stderr=asyncio.subprocess.PIPE
+                )
+                processes.append(process)
+                port = (await read_address(process)).rpartition(":")[2]
+            for process in processes:
+                process.send_signal(signal.SIGUSR1)
+                assert process.stderr is not None
+                async with asyncio.timeout(10):
+                    while b"ticks late" not in (line := await process.stderr.readline()):
+                        assert line, "it ended"
+                process.terminate()
+                async with asyncio.timeout(10):
+                    _, rest = await process.communicate()
+                assert process.returncode == 0
+                assert b"router stopped; event loop: " in rest
+                assert b"leaked" not in rest
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
