@@ -16,12 +16,30 @@ from blockyard.router.client.arguments import (
 from blockyard.router.client.requests import tokenize
 
 TAKEN: dict[str, Any] = {
-    **{"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "presence_penalty": 1.5},
-    **{"frequency_penalty": -1.5, "repetition_penalty": 2.0, "logit_bias": {5: 1.5, 6: -2.0}},
-    **{"allowed_token_ids": [5, 6], "bad_token_ids": [6], "max_tokens": 9, "min_tokens": 3},
-    **{"ignore_eos": True, "seed": -5, "stop": ["a", "b"], "stop_token_ids": [8]},
-    **{"skip_special_tokens": False, "bad_words": ["a", "b"], "include_stop_in_output": True},
-    **{"logprobs": 2, "prompt_logprobs": 0, "n": 3, "beam_width": 4, "length_penalty": 0.5},
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.75,
+    "min_p": 0.25,
+    "presence_penalty": 1.5,
+    "frequency_penalty": -1.5,
+    "repetition_penalty": 2.0,
+    "logit_bias": {5: 1.5, 6: -2.0},
+    "allowed_token_ids": [5, 6],
+    "bad_token_ids": [6],
+    "max_tokens": 9,
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "seed": -5,
+    "stop": ["a", "b"],
+    "stop_token_ids": [8],
+    "skip_special_tokens": False,
+    "bad_words": ["a", "b"],
+    "include_stop_in_output": True,
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+    "n": 3,
+    "beam_width": 4,
+    "length_penalty": 0.5,
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
 BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}

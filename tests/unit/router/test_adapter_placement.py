@@ -4,16 +4,13 @@ from collections import Counter
 from math import isfinite
 from random import Random
 
-import numpy as np
 import pytest
-from blockyard.proto.index.contract import WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.placement.adapters import (
     HORIZON_SECONDS,
     NOT_SERVED_MS,
     Adapter,
-    AdapterPrices,
     AdapterSlots,
     Resident,
     adapter_ms,
@@ -127,36 +124,33 @@ def test_a_request_goes_to_its_adapter_until_waiting_costs_more_than_loading_els
 
 
 def view_of(num_workers: int, *, slots: int = 2) -> ClusterView:
+    """Each fifth worker has no slots."""
     view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=Clock())
     for number in range(num_workers):
-        hello = session_pb2.Hello(
-            worker_id=f"w{number}",
-            incarnation=f"{number}",
-            block_size=16,
-            total_blocks=1000,
-            max_loras=0 if number % 5 == 4 else slots,
-        )
-        view.accepted(str(number), hello)
+        max_loras = 0 if number % 5 == 4 else slots
+        known = {
+            "worker_id": f"w{number}",
+            "incarnation": f"{number}",
+            "block_size": 16,
+            "total_blocks": 1000,
+        }
+        view.accepted(str(number), session_pb2.Hello(**known, max_loras=max_loras))
     return view
 
 
 def report(view: ClusterView, random: Random) -> None:
     for worker in view.workers():
-        names = random.sample(range(6), random.randrange(3))
-        load = cluster_pb2.WorkerLoad(
-            running=random.randrange(4),
-            adapters=[
-                cluster_pb2.ResidentAdapter(
-                    fingerprint=f"f{name}",
-                    load_seconds=random.choice([0.0, 0.01, 0.5]),
-                    running=random.randrange(2),
-                    requests_per_second=random.choice([0.0, 0.5, 8.0]),
-                )
-                for name in names
-            ],
-            adapter_load_seconds=random.choice([0.0, 0.02, 0.3]),
-        )
-        view.heard(worker.address, load)
+        residents = [
+            {
+                "fingerprint": f"f{name}",
+                "load_seconds": random.choice([0.0, 0.01, 0.5]),
+                "running": random.randrange(2),
+                "requests_per_second": random.choice([0.0, 0.5, 8.0]),
+            }
+            for name in random.sample(range(6), random.randrange(3))
+        ]
+        told = {"running": random.randrange(4), "adapter_load_seconds": random.choice([0.0, 0.02, 0.3])}
+        view.heard(worker.address, cluster_pb2.WorkerLoad(adapters=residents, **told))
 
 
 @examples(40)
@@ -187,22 +181,6 @@ def test_the_shortlist_has_the_worker_of_least_cost_with_the_adapter_and_only_ab
     assert {one.address for one in everyone} == able >= {one.address for one in few}
     costs = [min(score.cost for score in score_all(100, found, CONFIG)) for found in (few, everyone)]
     assert costs[0] == pytest.approx(costs[1])
-
-
-def test_prices_in_the_table_are_those_of_the_function() -> None:
-    slots = AdapterSlots(1, [resident("a", rate=0.4)], load_ms=12.0)
-    prices = AdapterPrices.of(slots, CONFIG)
-    assert sum(prices) == adapter_ms(WANTED, slots, CONFIG)
-    assert AdapterPrices.of(AdapterSlots(0), CONFIG).eviction_ms == NOT_SERVED_MS
-    assert np.isfinite(NOT_SERVED_MS)
-
-
-def test_workers_without_slots_get_no_request_for_an_adapter_by_any_policy() -> None:
-    view = view_of(5)
-    candidates = view.candidates((), 100, {}, adapter=WANTED)
-    assert {one.worker_id for one in candidates} == {WorkerId(f"w{number}") for number in range(4)}
-    assert len(view.candidates((), 100, {})) == 5
-    assert view_of(0).candidates((), 100, {}, adapter=WANTED) == []
 
 
 def test_a_burst_for_a_new_adapter_loads_it_once() -> None:

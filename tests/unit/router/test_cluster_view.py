@@ -22,34 +22,41 @@ from .prompt import NAMES, PROMPT_TOKENS, Clock
 STORED_GRACE_SECONDS = PlacementConfig().stored_grace_seconds
 
 
-def view_of(
-    *names: str, max_waiting: int = 0, config: PlacementConfig | None = None
-) -> tuple[ClusterView, Clock]:
+def view_of(*names: str, config: PlacementConfig | None = None, **hello: Any) -> tuple[ClusterView, Clock]:
     clock = Clock()
     view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=clock, config=config)
     for name in names:
-        hello = session_pb2.Hello(
-            worker_id=name,
-            incarnation=f"{name}1",
-            block_size=16,
-            total_blocks=1000,
-            max_waiting=max_waiting,
-        )
-        view.accepted(name, hello)
+        view.accepted(name, hello_of(name, **hello))
     return view, clock
 
 
-def sent(view: ClusterView, address: str, *, names: list[bytes], uncached_tokens: int, blocks: int) -> Placed:
+def hello_of(name: str, **fields: Any) -> session_pb2.Hello:
+    known = {"worker_id": name, "incarnation": f"{name}1", "block_size": 16, "total_blocks": 1000}
+    return session_pb2.Hello(**(known | fields))
+
+
+def placed(
+    view: ClusterView, address: str = "a", *, blocks: int = 1, tokens: int = 1, **given: Any
+) -> Placed:
+    fields = {"names": [], "prompt_tokens": PROMPT_TOKENS} | given
+    return view.placed(address, uncached_tokens=tokens, blocks=blocks, **fields)
+
+
+def sent(view: ClusterView, **given: Any) -> Placed:
     """Placed, and on its way."""
-    placed = view.placed(
-        address, names=names, prompt_tokens=PROMPT_TOKENS, uncached_tokens=uncached_tokens, blocks=blocks
-    )
-    view.sent(placed)
-    return placed
+    made = placed(view, **given)
+    view.sent(made)
+    return made
 
 
 def cached_tokens(view: ClusterView, names: list[bytes] = NAMES) -> dict[str, int]:
     return {c.worker_id: c.cached_tokens for c in view.candidates(names, PROMPT_TOKENS, {})}
+
+
+def load(view: ClusterView) -> tuple[int, int, int]:
+    """Sequences, queued tokens and blocks of the first worker."""
+    worker = view.candidates([], 100, {})[0]
+    return worker.sequences, worker.queued_prefill_tokens, worker.used_blocks
 
 
 def test_silence_makes_a_worker_suspect_and_then_lost_and_any_word_brings_it_back() -> None:
@@ -65,60 +72,37 @@ def test_silence_makes_a_worker_suspect_and_then_lost_and_any_word_brings_it_bac
     assert view.state(view.workers()[0]) is ready
 
 
-def test_a_placed_prefix_counts_at_once_and_until_the_index_has_it() -> None:
+def test_a_placed_prefix_counts_at_once_until_the_index_has_it_and_not_once_it_was_rejected() -> None:
     view, clock = view_of("a", "b")
-    placed = view.placed("a", names=NAMES[:10], prompt_tokens=PROMPT_TOKENS, uncached_tokens=160, blocks=10)
+    first = placed(view, names=NAMES[:10])
     assert cached_tokens(view) == {"a": 160, "b": 0}
-    view.started(placed)
+    view.started(first)
     clock.now += STORED_GRACE_SECONDS * 0.9
     assert cached_tokens(view)["a"] == 160
     clock.now += STORED_GRACE_SECONDS * 0.2
     assert cached_tokens(view)["a"] == 0
-    view.ended(placed)
+    view.ended(first)
+    rejected, _ = placed(view, names=NAMES[:10]), placed(view, names=NAMES[:6])
+    view.ended(rejected, busy=False)
+    assert cached_tokens(view)["a"] == 96, "its neighbour's"
     view.check_invariants()
 
 
-def test_a_rejected_request_leaves_no_prefix_behind_but_its_neighbour_does() -> None:
+def test_what_was_placed_counts_beside_a_report_exactly_where_the_report_lacks_it() -> None:
     view, _ = view_of("a")
-    first = view.placed("a", names=NAMES[:10], prompt_tokens=PROMPT_TOKENS, uncached_tokens=160, blocks=10)
-    view.placed("a", names=NAMES[:6], prompt_tokens=PROMPT_TOKENS, uncached_tokens=96, blocks=6)
-    view.ended(first, busy=False)
-    assert cached_tokens(view) == {"a": 96}
-    view.check_invariants()
-
-
-def test_a_request_is_never_counted_twice_as_load() -> None:
-    view, _ = view_of("a")
-    sent(view, "a", names=NAMES[:10], uncached_tokens=160, blocks=10)
-    before = view.candidates([], 100, {})[0]
-    view.heard("a", cluster_pb2.WorkerLoad(waiting=1, queued_prefill_tokens=160))
-    after = view.candidates([], 100, {})[0]
-    assert (before.queued_prefill_tokens, before.sequences) == (160, 1)
-    assert (after.queued_prefill_tokens, after.sequences) == (160, 1)
-
-
-def test_another_routers_load_counts_beside_ours() -> None:
-    view, _ = view_of("a")
-    sent(view, "a", names=[], uncached_tokens=100, blocks=7)
+    sent(view, tokens=160, blocks=10)
+    assert load(view) == (1, 160, 10)
+    view.heard("a", cluster_pb2.WorkerLoad(waiting=1, queued_prefill_tokens=160, used_blocks=10))
+    assert load(view) == (1, 160, 10), "not counted twice"
     view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
-    worker = view.candidates([], 100, {})[0]
-    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (9, 700, 50)
-
-
-def test_what_was_placed_after_a_report_counts_beside_what_the_report_has() -> None:
-    view, _ = view_of("a")
-    sent(view, "a", names=[], uncached_tokens=100, blocks=7)
-    view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
-    after = sent(view, "a", names=[], uncached_tokens=30, blocks=2)
-    worker = view.candidates([], 100, {})[0]
-    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 730, 52)
+    assert load(view) == (9, 700, 50), "another router's load"
+    after = sent(view, tokens=30, blocks=2)
+    assert load(view) == (10, 730, 52)
     view.started(after)
-    worker = view.candidates([], 100, {})[0]
-    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 700, 52)
+    assert load(view) == (10, 700, 52)
     view.heard("a", cluster_pb2.WorkerLoad(running=10, queued_prefill_tokens=700, used_blocks=52))
     view.ended(after)
-    worker = view.candidates([], 100, {})[0]
-    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 700, 52)
+    assert load(view) == (10, 700, 52)
     view.check_invariants()
 
 
@@ -126,41 +110,37 @@ def test_a_request_that_had_not_reached_the_worker_counts_beside_its_report() ->
     """With several routers, a worker reports often, and the report may cross our request on the way."""
     view, _ = view_of("a")
     for handle in (1, 2):
-        sent(view, "a", names=[], uncached_tokens=100, blocks=7).handle = handle
+        sent(view, tokens=100, blocks=7).handle = handle
     for last_handle, tokens in ((0, 900), (1, 800), (2, 700), (None, 700)):
         view.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=700), last_handle)
-        assert view.candidates([], 100, {})[0].queued_prefill_tokens == tokens
+        assert load(view)[1] == tokens
         view.check_invariants()
 
 
 def test_context_counts_as_often_as_it_is_read() -> None:
     view, _ = view_of("a")
     for _ in range(3):
-        sent(view, "a", names=NAMES, uncached_tokens=0, blocks=0)
+        sent(view, names=NAMES, tokens=0, blocks=0)
     assert view.candidates([], 100, {})[0].context_tokens == 3 * PROMPT_TOKENS
     view.heard("a", cluster_pb2.WorkerLoad(running=9, context_tokens=9_000))
-    sent(view, "a", names=NAMES, uncached_tokens=0, blocks=0)
-    view.placed("a", names=NAMES, prompt_tokens=PROMPT_TOKENS, uncached_tokens=0, blocks=0)
+    sent(view, names=NAMES, tokens=0, blocks=0)
+    placed(view, names=NAMES, tokens=0, blocks=0)
     assert view.candidates([], 100, {})[0].context_tokens == 9_000 + 2 * PROMPT_TOKENS
 
 
 def test_who_waits_for_a_worker_counts_beside_all_that_it_reports_and_takes_no_place_there() -> None:
     view, _ = view_of("a", max_waiting=1)
-    waiting = [
-        view.placed("a", names=NAMES[:5], prompt_tokens=PROMPT_TOKENS, uncached_tokens=50, blocks=3)
-        for _ in range(4)
-    ]
+    waiting = [placed(view, names=NAMES[:5], tokens=50, blocks=3) for _ in range(4)]
     view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
-    worker = view.candidates(NAMES, PROMPT_TOKENS, {})[0]
-    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (13, 900, 62)
-    assert worker.cached_tokens == 80
+    assert load(view) == (13, 900, 62)
+    assert cached_tokens(view) == {"a": 80}
     assert view.has_room("a")
     view.sent(waiting[0])
     assert not view.has_room("a")
     with view.without(waiting[1]):
-        assert view.candidates([], 10, {})[0].sequences == 12
-    for placed in waiting:
-        view.ended(placed)
+        assert load(view)[0] == 12
+    for each in waiting:
+        view.ended(each)
     view.check_invariants()
 
 
@@ -177,88 +157,69 @@ def test_a_worker_that_drains_is_no_candidate_until_it_says_otherwise() -> None:
 def test_a_burst_sends_a_worker_no_more_than_its_queue_takes() -> None:
     view, clock = view_of("a", max_waiting=3)
 
-    def place_all() -> int:
-        num_placed = 0
+    def sent_until_full() -> list[Placed]:
+        made = []
         while view.has_room("a"):
-            sent(view, "a", names=[], uncached_tokens=1, blocks=1)
-            num_placed += 1
-        return num_placed
+            made.append(sent(view))
+        return made
 
-    assert place_all() == 3
+    first = sent_until_full()
+    assert len(first) == 3
+    view.started(first[0])
+    assert len(sent_until_full()) == 1, "first tokens make room even where no report comes"
     clock.now += 1.0
-    assert place_all() == 0, "nothing was heard: they may all wait there yet"
+    assert not sent_until_full(), "nothing was heard: they may all wait there yet"
     view.heard("a", cluster_pb2.WorkerLoad(running=2, waiting=1))
-    assert place_all() == 2
+    assert len(sent_until_full()) == 2
     view.heard("a", cluster_pb2.WorkerLoad(running=5))
-    assert place_all() == 3
+    assert len(sent_until_full()) == 3
     assert len(view.candidates([], 10, {})) == 1, "it may be waited for"
-
-
-def test_first_tokens_make_room_even_where_no_report_comes() -> None:
-    view, _ = view_of("a", max_waiting=2)
-    placed = [sent(view, "a", names=[], uncached_tokens=1, blocks=1) for _ in range(2)]
-    assert not view.has_room("a")
-    view.started(placed[0])
-    assert view.has_room("a")
 
 
 @pytest.mark.parametrize("max_waiting", [0, 64])
 def test_unstarted_requests_of_one_router_are_bounded_whatever_a_worker_would_queue(max_waiting: int) -> None:
     view, _ = view_of("a", max_waiting=max_waiting, config=PlacementConfig(max_unstarted=5))
-    placed = [sent(view, "a", names=[], uncached_tokens=1, blocks=1) for _ in range(5)]
+    first, *_ = [sent(view) for _ in range(5)]
     view.heard("a", cluster_pb2.WorkerLoad())
     assert not view.has_room("a")
-    view.started(placed[0])
+    view.started(first)
     assert view.has_room("a")
 
 
 def test_what_the_index_promised_and_was_not_reused_is_stale() -> None:
     view, _ = view_of("a")
-    promises = [(10, 10), (10, 4), (10, 0), (0, 5)]
-    for promised, reused in promises:
-        placed = view.placed(
-            "a", names=[], prompt_tokens=PROMPT_TOKENS, uncached_tokens=1, blocks=1, promised_blocks=promised
-        )
+    for promised, reused in ((10, 10), (10, 4), (10, 0), (0, 5)):
+        made = placed(view, promised_blocks=promised)
         for _ in range(2):
-            view.started(placed, cached_tokens=reused * 16)
+            view.started(made, cached_tokens=reused * 16)
     assert (view.promised_blocks, view.stale_blocks) == (30, 16)
-    rejected = view.placed(
-        "a", names=[], prompt_tokens=PROMPT_TOKENS, uncached_tokens=1, blocks=1, promised_blocks=10
-    )
-    view.ended(rejected, busy=True)
+    view.ended(placed(view, promised_blocks=10), busy=True)
     assert (view.promised_blocks, view.stale_blocks) == (30, 16), "who never ran tells nothing"
 
 
 def test_24_simultaneous_requests_of_4_groups_do_not_scatter() -> None:
     """No worker has said a word yet, and the index knows nothing."""
     view, _ = view_of("a", "b")
-    rng = Random(1)
-    homes: dict[int, list[str]] = {}
+    rng, homes = Random(1), dict[int, set[str]]()
     for number in range(24):
-        group = number % 4
-        names = [bytes([group, block]) * 8 for block in range(60)]
-        candidates = view.candidates(names, 1000, {})
-        score = place(PlacementRequest(prompt_tokens=1000), candidates, "prefix", rng).chosen
-        view.placed(
-            score.address,
-            names=names,
-            prompt_tokens=PROMPT_TOKENS,
-            uncached_tokens=score.uncached_tokens,
-            blocks=2,
-        )
-        homes.setdefault(group, []).append(score.worker_id)
+        names = [bytes([number % 4, block]) * 8 for block in range(60)]
+        score = place(
+            PlacementRequest(prompt_tokens=1000), view.candidates(names, 1000, {}), "prefix", rng
+        ).chosen
+        placed(view, score.address, names=names, tokens=score.uncached_tokens, blocks=2)
+        homes.setdefault(number % 4, set()).add(score.worker_id)
     view.check_invariants()
-    assert all(len(set(workers)) == 1 for workers in homes.values()), homes
-    assert len({workers[0] for workers in homes.values()}) == 2, "both workers should have groups"
+    assert all(len(workers) == 1 for workers in homes.values()), homes
+    assert len(set().union(*homes.values())) == 2, "both workers should have groups"
 
 
 def test_a_lost_stream_voids_what_was_placed_there() -> None:
     view, _ = view_of("a")
-    placed = view.placed("a", names=NAMES, prompt_tokens=PROMPT_TOKENS, uncached_tokens=400, blocks=30)
+    made = placed(view, names=NAMES, tokens=400, blocks=30)
     view.disconnected("a", "stream ended")
     assert view.state(view.workers()[0]) is WorkerState.LOST
-    view.ended(placed)
-    view.accepted("a", session_pb2.Hello(worker_id="a", incarnation="a2", block_size=16, total_blocks=1000))
+    view.ended(made)
+    view.accepted("a", hello_of("a", incarnation="a2"))
     assert cached_tokens(view) == {"a": 0}
     assert view.incarnations() == {"a": "a2"}
     view.check_invariants()
@@ -269,99 +230,64 @@ def test_a_refused_worker_is_shown_with_its_reason_and_never_used() -> None:
     assert view.refused("a", session_pb2.Hello(worker_id="a"), "another model")
     assert not view.refused("a", session_pb2.Hello(worker_id="a"), "another model"), "no news"
     view.disconnected("a", "stream ended")
-    worker = view.workers()[0]
-    assert view.state(worker) is WorkerState.REFUSED
-    assert worker.reason == "another model"
+    (worker,) = view.workers()
+    assert (view.state(worker), worker.reason) == (WorkerState.REFUSED, "another model")
     assert view.candidates([], 10, {}) == []
 
 
-def test_the_last_prompt_token_is_always_computed() -> None:
-    assert usable_cached_tokens(4, 64, 16) == 48
-    assert usable_cached_tokens(4, 65, 16) == 64
-    assert usable_cached_tokens(2, 65, 16) == 32
-    assert usable_cached_tokens(9, 1, 16) == 0
-
-
-def test_the_index_and_what_was_just_placed_are_taken_together() -> None:
+def test_the_index_what_was_just_placed_and_host_memory_are_taken_together_below_the_last_token() -> None:
     view, _ = view_of("a", "b")
-    view.placed("b", names=NAMES[:5], prompt_tokens=PROMPT_TOKENS, uncached_tokens=80, blocks=5)
-    depths = {
-        WorkerId("a"): CachedDepth(blocks=12, host_blocks=4),
-        WorkerId("b"): CachedDepth(blocks=2, host_blocks=5),
-    }
-    candidates = view.candidates(NAMES, PROMPT_TOKENS, depths)
-    assert {c.worker_id: c.cached_tokens for c in candidates} == {"a": 192, "b": 80}
-    assert {c.worker_id: c.host_cached_tokens for c in candidates} == {"a": 64, "b": 32}
-
-
-def test_host_memory_counts_below_the_last_token_and_at_the_rate_the_worker_told() -> None:
-    view, _ = view_of("a")
+    placed(view, "b", names=NAMES[:5])
     view.heard("a", cluster_pb2.WorkerLoad(host_tokens_per_second=5000.0))
-    depths = {WorkerId("a"): CachedDepth(blocks=2, host_blocks=28)}
-    worker = view.candidates(NAMES, 30 * 16, depths)[0]
+    a, b = WorkerId("a"), WorkerId("b")
+    depths = {a: CachedDepth(blocks=12, host_blocks=4), b: CachedDepth(blocks=2, host_blocks=5)}
+    found = {
+        c.worker_id: (c.cached_tokens, c.host_cached_tokens)
+        for c in view.candidates(NAMES, PROMPT_TOKENS, depths)
+    }
+    assert found == {"a": (192, 64), "b": (80, 32)}
+    worker = view.candidates(NAMES, 30 * 16, {a: CachedDepth(blocks=2, host_blocks=28)})[0]
     assert (worker.cached_tokens, worker.host_cached_tokens) == (32, 27 * 16)
     assert worker.host_tokens_per_second == 5000.0
+    usable = [
+        usable_cached_tokens(blocks, tokens, 16) for blocks, tokens in ((4, 64), (4, 65), (2, 65), (9, 1))
+    ]
+    assert usable == [48, 64, 32, 0], "the last prompt token is always computed"
 
 
-def test_a_busy_worker_is_left_alone_until_a_place_is_free() -> None:
+def test_a_busy_worker_is_left_alone_until_a_place_is_free_and_each_request_frees_one_once() -> None:
     view, clock = view_of("a")
-    first = sent(view, "a", names=[], uncached_tokens=1, blocks=1)
-    second = sent(view, "a", names=[], uncached_tokens=1, blocks=1)
+    first, second = sent(view), sent(view)
     view.ended(second, busy=True)
     assert not view.has_room("a")
     view.ended(first)
     assert view.has_room("a")
-    sent(view, "a", names=[], uncached_tokens=1, blocks=1)
+    sent(view)
     assert not view.has_room("a"), "one place, one request"
     clock.now += 1.0
     assert view.has_room("a"), "a probe in case a word was missed"
-
-
-def test_a_request_frees_its_place_in_the_queue_once() -> None:
     view, _ = view_of("a")
-    first, second = (sent(view, "a", names=[], uncached_tokens=1, blocks=1) for _ in range(2))
+    first, second = sent(view), sent(view)
     view.ended(second, busy=True)
     view.started(first)
-    sent(view, "a", names=[], uncached_tokens=1, blocks=1)
+    sent(view)
     view.ended(first)
     assert not view.has_room("a"), "it left the queue when it started"
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(
-                ["place", "send", "aside", "start", "end", "busy", "tick", "report", "reconnect"]
-            ),
-            st.integers(0, 30),
-        ),
-        max_size=60,
-    )
-)
+KINDS = ["place", "send", "aside", "start", "end", "busy", "tick", "report", "reconnect"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30)), max_size=60))
 def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
     view, clock = view_of("a")
-    open_requests, num_sent = [], 0
+    running: list[Placed] = []
+    num_sent = 0
     for kind, number in events:
+        one = running[number % len(running)] if running else None
         match kind:
             case "place":
-                open_requests.append(
-                    view.placed(
-                        "a",
-                        names=NAMES[:number],
-                        prompt_tokens=PROMPT_TOKENS,
-                        uncached_tokens=number,
-                        blocks=1,
-                    )
-                )
-            case "send" if open_requests and not open_requests[number % len(open_requests)].sent:
-                num_sent += 1
-                open_requests[number % len(open_requests)].handle = num_sent
-                view.sent(open_requests[number % len(open_requests)])
-            case "aside" if open_requests and not open_requests[number % len(open_requests)].sent:
-                with view.without(open_requests[number % len(open_requests)]):
-                    view.check_invariants()
-            case "send" | "aside":
-                continue
+                running.append(placed(view, names=NAMES[:number], tokens=number))
             case "tick":
                 clock.now += number / 20
                 view.heard("a")
@@ -371,33 +297,35 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
             case "reconnect":
                 view.disconnected("a", "stream ended")
                 view.accepted("a", session_pb2.Hello(worker_id="a", block_size=16, total_blocks=1000))
-            case _ if not open_requests:
+            case _ if one is None:
                 continue
+            case "send" if not one.sent:
+                num_sent += 1
+                one.handle = num_sent
+                view.sent(one)
+            case "aside" if not one.sent:
+                with view.without(one):
+                    view.check_invariants()
             case "start":
-                placed = open_requests[number % len(open_requests)]
-                if not placed.sent:
-                    view.sent(placed)
-                view.started(placed)
-            case _:
-                view.ended(open_requests.pop(number % len(open_requests)), busy=kind == "busy")
+                if not one.sent:
+                    view.sent(one)
+                view.started(one)
+            case "end" | "busy":
+                running.remove(one)
+                view.ended(one, busy=kind == "busy")
         view.check_invariants()
-    for placed in open_requests:
-        view.ended(placed)
+    for one in running:
+        view.ended(one)
     clock.now += 10
     view.heard("a")
-    worker = view.candidates(NAMES, PROMPT_TOKENS, {})[0]
-    assert (worker.cached_tokens, worker.sequences, worker.queued_prefill_tokens) == (0, 0, 0)
+    assert cached_tokens(view) == {"a": 0}
+    assert load(view)[:2] == (0, 0)
     view.check_invariants()
 
 
 def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_incarnation_is_heard() -> None:
     view, clock = view_of("a")
-    view.accepted(
-        "b:1",
-        session_pb2.Hello(
-            worker_id="b", incarnation="b1", block_size=16, transfer_port=7, is_draining=True, **KIND
-        ),
-    )
+    view.accepted("b:1", hello_of("b", transfer_port=7, is_draining=True, **KIND))
     holder = Holder("b:1", Incarnation("b1"), 100)
     source = view.holding_source(holder, 101)
     assert source is not None
@@ -415,8 +343,7 @@ def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_inca
 
 def test_no_step_delays_a_draining_worker_that_has_handed_its_requests_over() -> None:
     view, _ = view_of("a")
-    hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7, **KIND)
-    view.accepted("b:1", hello)
+    view.accepted("b:1", hello_of("b", transfer_port=7, **KIND))
     view.heard("b:1", cluster_pb2.WorkerLoad(running=3, steps=10, step_seconds=5.0))
     (worker,) = (one for one in view.workers() if one.worker_id == "b")
     busy = view.pull_source(worker, 6, 101)
@@ -431,16 +358,7 @@ def test_no_step_delays_a_draining_worker_that_has_handed_its_requests_over() ->
 
 def test_a_short_worker_hears_of_one_with_room_and_a_measured_link() -> None:
     view, _ = view_of("a")
-    hello = session_pb2.Hello(
-        worker_id="b",
-        incarnation="b1",
-        block_size=16,
-        transfer_port=7,
-        total_blocks=100,
-        block_bytes=1000,
-        **KIND,
-    )
-    view.accepted("b:1", hello)
+    view.accepted("b:1", hello_of("b", transfer_port=7, total_blocks=100, block_bytes=1000, **KIND))
     (worker,) = (one for one in view.workers() if one.worker_id == "b")
 
     def heard(**load: Any) -> session_pb2.Room:

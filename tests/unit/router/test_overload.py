@@ -145,18 +145,6 @@ async def test_a_request_whose_deadline_passed_in_line_is_never_sent(roomy: Rout
         assert [request_id for request_id in worker.started if request_id in ("late", "next")] == ["next"]
 
 
-async def test_a_waiting_request_that_is_cancelled_leaves_at_once(tight: Router) -> None:
-    async with tight.workers(full_worker()) as (worker,):
-        calls = [tight.inference.GenerateStream(request()) for _ in range(MAX_ALONE)]
-        await until(lambda: holds(tight, MAX_ALONE))
-        assert reason_of(await refused(tight.inference.Generate(request()))) == "OVERLOADED"
-        for call in calls:
-            call.cancel()
-        await until(lambda: is_idle(tight))
-        worker.script = lambda submit: Script()
-        assert await asyncio.gather(*(tight.inference.Generate(request()) for _ in range(MAX_ALONE)))
-
-
 async def wait_in_line(router: Router, tenants: list[str]) -> list[str]:
     """Return the tenants in the order in which their requests ran.
 
@@ -188,23 +176,6 @@ async def test_a_tenant_that_comes_late_is_served_in_turn_and_not_behind_the_flo
     assert Counter(order) == {"flood": 200, "late": 10}
     last = max(place for place, tenant in enumerate(order) if tenant == "late")
     assert order[:last].count("flood") < 25
-
-
-async def test_turns_follow_the_weights(roomy: Router) -> None:
-    order = await wait_in_line(roomy, ["big", "small"] * 60)
-    assert 1.6 <= order[:75].count("big") / order[:75].count("small") <= 2.5
-
-
-async def test_a_tenant_cannot_keep_another_out() -> None:
-    async with running_router(max_requests=10) as router, router.workers(slow_worker()):
-        flood = await admitted_of(router, "flood", 12)
-        assert len(flood) == 10
-        assert await admitted_of(router, "small", 1) == []
-        for call in flood[:6]:
-            call.cancel()
-        await until(lambda: holds(router, 4))
-        assert len(await admitted_of(router, "flood", 3)) == 1, "it has its share"
-        assert len(await admitted_of(router, "small", 7)) == 5
 
 
 async def admitted_of(router: Router, tenant: str, attempts: int) -> list[Any]:

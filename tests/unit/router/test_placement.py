@@ -1,6 +1,5 @@
 """Placement is arithmetic on a snapshot; these tests check its properties."""
 
-from collections import Counter
 from random import Random
 
 import pytest
@@ -8,18 +7,6 @@ from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 
 from .candidates import candidate, chosen
-
-
-def test_the_longest_cached_prefix_wins_among_equally_loaded_workers() -> None:
-    request = PlacementRequest(prompt_tokens=1000)
-    for seed in range(20):
-        assert chosen(request, candidate("a"), candidate("b", cached_tokens=512), seed=seed) == "b"
-
-
-@pytest.mark.parametrize(("queued_tokens", "winner"), [(100, "holder"), (2000, "idle")])
-def test_the_holder_loses_once_recomputing_is_faster_than_waiting(queued_tokens: int, winner: str) -> None:
-    holder = candidate("holder", cached_tokens=960, queued_prefill_tokens=queued_tokens)
-    assert chosen(PlacementRequest(prompt_tokens=1000), holder, candidate("idle")) == winner
 
 
 def test_terms_are_milliseconds_and_add_up() -> None:
@@ -46,15 +33,6 @@ def test_a_pool_without_room_costs_more_than_a_roomy_one() -> None:
     assert score.memory_ms == PlacementConfig().memory_full_ms
 
 
-def test_near_equals_share_and_clear_losers_get_nothing() -> None:
-    workers = [candidate("a"), candidate("b", sequences=1), candidate("c", queued_prefill_tokens=500)]
-    request = PlacementRequest(prompt_tokens=1000)
-    rng, config = Random(7), PlacementConfig(others_fraction=0.0)
-    shares = Counter(place(request, workers, "prefix", rng, config).chosen.worker_id for _ in range(1000))
-    assert shares["c"] == 0
-    assert 400 < shares["a"] < 600, shares
-
-
 def test_before_any_measurement_the_assumed_rate_stands_in() -> None:
     fresh = [candidate(name, prefill_tokens_per_second=0.0) for name in "ab"]
     config = PlacementConfig(assumed_prefill_tokens_per_second=100.0)
@@ -71,12 +49,6 @@ def test_attention_to_a_long_context_is_priced_in_queue_and_prompt() -> None:
     assert (score.queue_ms, score.prefill_ms) == pytest.approx((200 + 40, 100 + 95))
 
 
-def test_every_candidate_is_shown_cheapest_first() -> None:
-    workers = [candidate("a", sequences=50), candidate("b"), candidate("c", queued_prefill_tokens=900)]
-    scores = place(PlacementRequest(prompt_tokens=100), workers, "prefix", Random(0)).scores
-    assert [score.worker_id for score in scores] == ["b", "a", "c"]
-
-
 def test_half_a_measured_decode_step_is_priced_and_the_constant_stands_in_without() -> None:
     fast = candidate("fast", sequences=10, decode_step_ms=2.0)
     slow = candidate("slow", sequences=10, decode_step_ms=200.0)
@@ -89,22 +61,6 @@ def test_half_a_measured_decode_step_is_priced_and_the_constant_stands_in_withou
         "slow": pytest.approx(100.0),
         "unmeasured": pytest.approx(40.0),
     }
-
-
-def test_host_memory_beats_computing_again_when_loading_is_faster() -> None:
-    request = PlacementRequest(prompt_tokens=1000)
-    for rate, winner in ((5000.0, "host"), (500.0, "none")):
-        host = candidate("host", host_cached_tokens=960, host_tokens_per_second=rate)
-        assert {chosen(request, host, candidate("none"), seed=seed) for seed in range(20)} == {winner}
-
-
-def test_a_hit_on_the_gpu_beats_one_in_host_memory_of_a_worker_as_idle() -> None:
-    host = candidate("host", host_cached_tokens=960, host_tokens_per_second=5000.0)
-    gpu = candidate("gpu", cached_tokens=960)
-    request = PlacementRequest(prompt_tokens=1000)
-    assert {chosen(request, host, gpu, seed=seed) for seed in range(20)} == {"gpu"}
-    busy = candidate("gpu", cached_tokens=960, queued_prefill_tokens=400)
-    assert chosen(request, host, busy) == "host", "waiting is dearer than loading"
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
