@@ -80,7 +80,9 @@ async def test_each_worker_adds_to_what_one_client_may_have_on_them() -> None:
     first, second = _worker("a"), _worker("b")
     async with running_router() as router, router.workers(first):
         slow = {"structured_output": StructuredOutput(regex="a+")}
-        flood = [router.inference.GenerateStream(request(sampling=slow)) for _ in range(64)]
+        flood = [
+            router.inference.GenerateStream(request(sampling=slow)) for _ in range(3 * PERMITS_OF_A_WORKER)
+        ]
         await until(lambda: first.num_running == PERMITS_OF_A_WORKER, seconds=30)
         await asyncio.sleep(0.5)  # by then the others wait, and none of them comes later
         async with second:

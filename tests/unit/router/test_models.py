@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -53,13 +53,6 @@ def worker_of(model: ServedModel, **settings: Any) -> FakeWorker:
 async def pair() -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
     """One router of both models, for tests that leave it as it is."""
     async with served(OTHER, max_requests=8) as both:
-        yield both
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def changing() -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
-    """One router, for tests in which models come and go. It begins with both, and the last test leaves one."""
-    async with served(OTHER) as both:
         yield both
 
 
@@ -197,90 +190,52 @@ def has_submits(worker: FakeWorker, number: int) -> bool:
     return len(worker.submits) >= number
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_models_come_and_go_under_load_without_a_failed_request(changing: Pair) -> None:
-    router, workers = changing
-    other = workers["other"]
-    num_done = count()
-    stopping = asyncio.Event()
-
-    async def load() -> int:
-        while not stopping.is_set():
-            assert list((await ask(router, "demo")).token_ids) == expected_tokens(1, 20)
-            number = next(num_done)
-        return number
-
-    loads = [asyncio.ensure_future(load()) for _ in range(3)]
-    long = asyncio.ensure_future(ask(router, "other", sampling={"max_tokens": 60}))
-    # Nothing but this request comes to the worker. It may end before the model goes, on a busy machine.
-    await until(partial(has_submits, other, 1), seconds=30.0)
-    await router.server.set_models((DEMO,), grace_seconds=60.0)
-    # The running request has ended whole, and a new one finds no such model.
-    assert list((await long).token_ids) == expected_tokens(1, 60)
-    assert (await refused(ask(router, "other"))).code() is grpc.StatusCode.NOT_FOUND
-    router.server.set_workers([other.address], "other")
-    await router.server.set_models((DEMO, OTHER), grace_seconds=5.0)
-    assert router.server.model_ids == ("demo", "other")
-    assert list((await ask(router, "other")).token_ids) == expected_tokens(1, 20)
-    stopping.set()
-    assert max(await asyncio.gather(*loads)) > 5
-    assert len(workers["demo"].submits) == next(num_done)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(
-    changing: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    router, workers = changing
-    workers["other"].script = lambda submit: Script(hang_after=1)
-    running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
-    await until(partial(has_submits, workers["other"], len(workers["other"].submits) + 1), seconds=30.0)
-    await router.server.set_models((DEMO,), grace_seconds=0.1)
-    async with asyncio.timeout(20):
-        assert (await refused(running)).code() is grpc.StatusCode.UNAVAILABLE
-    assert "model other: calls still run after 0.1 s, and get an error" in caplog.messages
-    await ask(router, "demo")
-    workers["other"].script = lambda submit: Script()
-    router.server.set_workers([workers["other"].address], "other")
-    await router.server.set_models((DEMO, OTHER), grace_seconds=5.0)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_default_model_may_go_too_and_the_next_one_takes_its_place(changing: Pair) -> None:
-    router, workers = changing
-    before = len(workers["other"].submits)
-    await router.server.set_models((OTHER,), grace_seconds=5.0)
-    await ask(router, None)
-    assert len(workers["other"].submits) == before + 1
-    assert (await refused(ask(router, "demo"))).code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_the_first_model_goes_under_load_and_no_request_of_the_other_fails() -> None:
+@pytest.mark.parametrize("goes", ["other", "demo"])
+async def test_models_come_and_go_under_load_without_a_failed_request(goes: str) -> None:
     async with served(OTHER) as (router, workers):
-        stopping, answered = asyncio.Event(), count()
-        num_answered = 0
+        stays, kept = ("demo", DEMO) if goes == "other" else ("alias", OTHER)
+        stopping, num_answered = asyncio.Event(), 0
 
         async def load() -> None:
             nonlocal num_answered
             while not stopping.is_set():
-                assert list((await ask(router, "alias")).token_ids) == expected_tokens(1, 20)
-                num_answered = next(answered)
+                assert list((await ask(router, stays)).token_ids) == expected_tokens(1, 20)
+                num_answered += 1
 
         loads = [asyncio.ensure_future(load()) for _ in range(3)]
-        long = [
-            asyncio.ensure_future(ask(router, name, sampling={"max_tokens": 60})) for name in ("demo", None)
-        ]
-        await until(partial(has_submits, workers["demo"], 2), seconds=30.0)
-        await router.server.set_models((OTHER,), grace_seconds=60.0)
-        # The running requests have ended whole, and what names no model goes to the next one from now on.
-        assert [list((await one).token_ids) for one in long] == [expected_tokens(1, 60)] * 2
-        assert (await refused(ask(router, "demo"))).code() is grpc.StatusCode.NOT_FOUND
+        names = ["other"] if goes == "other" else ["demo", None]
+        long = [asyncio.ensure_future(ask(router, name, sampling={"max_tokens": 60})) for name in names]
+        # Nothing but these requests comes to the worker.
+        await until(partial(has_submits, workers[goes], len(long)))
+        await router.server.set_models((kept,), grace_seconds=60.0)
+        # What runs has ended whole, a new request finds no such model, and one without a name has the one that stays.
+        assert [list((await one).token_ids) for one in long] == [expected_tokens(1, 60)] * len(long)
+        assert (await refused(ask(router, goes))).code() is grpc.StatusCode.NOT_FOUND
         assert list((await ask(router, None)).token_ids) == expected_tokens(1, 20)
-        assert len(workers["demo"].submits) == 2
+        assert len(workers[goes].submits) == len(long)
         before = num_answered
-        await until(lambda: num_answered > before + 5, seconds=30.0)
+        await until(lambda: num_answered > before + 5)
+        if goes == "other":
+            router.server.set_workers([workers["other"].address], "other")
+            await router.server.set_models((DEMO, OTHER), grace_seconds=5.0)
+            assert router.server.model_ids == ("demo", "other")
+            assert list((await ask(router, "other")).token_ids) == expected_tokens(1, 20)
         stopping.set()
         await asyncio.gather(*loads)
+
+
+async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with served(OTHER) as (router, workers):
+        workers["other"].script = lambda submit: Script(hang_after=1)
+        running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
+        await until(partial(has_submits, workers["other"], 1))
+        await router.server.set_models((DEMO,), grace_seconds=0.1)
+        async with asyncio.timeout(20):
+            assert (await refused(running)).code() is grpc.StatusCode.UNAVAILABLE
+        assert "model other: calls still run after 0.1 s, and get an error" in caplog.messages
+        await ask(router, "demo")
 
 
 async def test_a_model_that_was_added_again_is_built_again_and_running_calls_end_on_the_old_one() -> None:
@@ -299,20 +254,18 @@ async def test_a_model_that_was_added_again_is_built_again_and_running_calls_end
         assert groups(router).of("other") is same, "nothing has changed"
 
 
-async def test_the_default_model_follows_the_supervisors_order_not_that_of_building() -> None:
-    async with served(OTHER) as (router, _):
-        await router.server.set_models((OTHER, DEMO), grace_seconds=1.0)
-        assert router.server.model_ids == ("other", "demo")
-
-
-async def test_the_last_model_that_works_stays_while_no_other_can_be_read() -> None:
+async def test_a_model_that_cannot_be_read_is_refused_and_the_others_stay_in_the_supervisors_order() -> None:
+    broken = ServedModel(model="/nowhere", names=("broken",), index="broken")
     async with served() as (router, _):
-        broken = ServedModel(model="/nowhere", names=("broken",), index="broken")
         with pytest.raises(ValueError, match="/nowhere"):
             await router.server.set_models((broken,), grace_seconds=1.0)
-        assert router.server.model_ids == ("demo",)
+        assert router.server.model_ids == ("demo",), "the last one stays"
+        with pytest.raises(ValueError, match="/nowhere"):
+            await router.server.set_models((OTHER, DEMO, broken), grace_seconds=1.0)
+        assert router.server.model_ids == ("other", "demo")
+        assert "/nowhere" in router.server.refused["broken"]
         await router.server.set_models((OTHER,), grace_seconds=1.0)
-        assert router.server.model_ids == ("other",)
+        assert (router.server.model_ids, router.server.refused) == (("other",), {})
 
 
 async def test_each_model_has_a_log_of_adapters_and_one_that_was_added_again_another_one() -> None:
@@ -350,20 +303,6 @@ def test_a_model_that_cannot_be_served_is_tried_again_at_longer_intervals_and_lo
     assert attempts.is_due((OTHER,)), "a change of the models is tried at once"
     attempts.failed(models, ValueError("another reason"))
     assert len(caplog.records) == 2
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_model_that_cannot_be_read_is_refused_and_the_others_stay(pair: Pair) -> None:
-    router, _ = pair
-    broken = ServedModel(model="/nowhere", names=("broken",), index="broken")
-    with pytest.raises(ValueError, match="/nowhere"):
-        await router.server.set_models((DEMO, OTHER, broken), grace_seconds=1.0)
-    assert router.server.model_ids == ("demo", "other")
-    assert router.server.refused.keys() == {"broken"}
-    assert "/nowhere" in router.server.refused["broken"]
-    await router.server.set_models((DEMO, OTHER), grace_seconds=1.0)
-    assert router.server.refused == {}
-    await ask(router, "other")
 
 
 @pytest.mark.asyncio(loop_scope="module")

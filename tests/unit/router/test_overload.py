@@ -27,7 +27,7 @@ from .rig import (
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CALLS = 500
+CALLS = 200
 MAX_REQUESTS = 20
 MAX_ALONE = MAX_REQUESTS - MAX_REQUESTS // 16
 """Requests that a client may hold while no other holds any."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,17 +61,15 @@ def all_submits(rig: Rig) -> list[session_pb2.Submit]:
     return [submit for worker in rig.workers for submit in worker.submits]
 
 
-def first_then_well(
-    script: Script, otherwise: Script | None = None
-) -> Callable[[session_pb2.Submit], Script]:
-    """The first submit of all meets the script."""
+def first_then_well(script: Script, otherwise: Script | None = None) -> list[FakeWorker]:
+    """Two workers, of whose submits the first one meets the script."""
     seen: list[int] = []
 
     def choose(submit: session_pb2.Submit) -> Script:
         seen.append(submit.handle)
         return script if len(seen) == 1 else otherwise or Script()
 
-    return choose
+    return [FakeWorker(name, script=choose) for name in "ab"]
 
 
 async def test_outputs_come_interleaved_and_each_in_order() -> None:
@@ -91,8 +89,9 @@ async def test_a_lost_worker_costs_no_output_a_token_and_ended_ones_are_not_aske
     after: int,
 ) -> None:
     lengths = (20, 4, 11)
-    choose = first_then_well(Script(die_after=after, lengths=lengths), Script(lengths=lengths))
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+    async with rig(
+        *first_then_well(Script(die_after=after, lengths=lengths), Script(lengths=lengths))
+    ) as made:
         tokens, _, _ = await collect(made, several(3))
     assert tokens == {index: expected_tokens(5, lengths[index], index) for index in range(3)}
     _, replay = sorted(all_submits(made), key=lambda submit: len(submit.continuations))
@@ -103,33 +102,23 @@ async def test_a_lost_worker_costs_no_output_a_token_and_ended_ones_are_not_aske
     assert {c.index: list(unpack_tokens(c.token_ids)) for c in replay.continuations} == expected
 
 
-async def test_an_output_that_the_caller_ends_is_cancelled_alone() -> None:
+async def test_an_output_that_the_caller_ends_is_cancelled_alone_and_not_asked_for_again() -> None:
     async with rig(FakeWorker("a")) as made:
         tokens, _, _ = await collect(made, several(3), stop_at={1: 5})
         (worker,) = made.workers
-        assert worker.cancelled_outputs == [(1, 1)]
-        assert worker.cancelled == []
-    assert tokens == {0: expected_tokens(5, 20), 1: expected_tokens(5, 5, 1), 2: expected_tokens(5, 20, 2)}
-
-
-async def test_once_the_caller_has_ended_every_output_the_request_is_cancelled() -> None:
-    async with rig(FakeWorker("a")) as made:
+        assert (worker.cancelled_outputs, worker.cancelled) == ([(1, 1)], [])
+        lengths = {0: 20, 1: 5, 2: 20}
+        assert tokens == {index: expected_tokens(5, length, index) for index, length in lengths.items()}
         await collect(made, several(2, max_tokens=400), stop_at={0: 3, 1: 5})
-        (worker,) = made.workers
-        assert (worker.cancelled_outputs, worker.cancelled) == ([(1, 0)], [1])
-
-
-async def test_an_output_that_the_caller_ended_is_not_asked_for_again() -> None:
-    choose = first_then_well(Script(die_after=8))
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+        assert (worker.cancelled_outputs[1:], worker.cancelled) == ([(2, 0)], [2]), "all have ended"
+    async with rig(*first_then_well(Script(die_after=8))) as made:
         await collect(made, several(2), stop_at={0: 3})
         replay = max(all_submits(made), key=lambda submit: len(submit.continuations))
     assert [c.index for c in replay.continuations] == [1]
 
 
 async def test_beams_begin_anew_and_show_nothing_before_their_end() -> None:
-    choose = first_then_well(Script(die_after=0))
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+    async with rig(*first_then_well(Script(die_after=0))) as made:
         tokens, last, chunks = await collect(made, several(2, beam_width=4))
     assert tokens == {0: expected_tokens(5, 20), 1: expected_tokens(5, 20, 1)}
     assert len(chunks) == 2
@@ -142,16 +131,14 @@ async def test_beams_begin_anew_and_show_nothing_before_their_end() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("script", [Script(repeat_tokens=3), Script(repeat_tokens=2, tokens_a_step=5)])
 async def test_logprobs_stay_with_their_tokens_over_repeated_rows_and_a_loss(n: int, script: Script) -> None:
-    choose = first_then_well(replace(script, die_after=7), script)
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+    async with rig(*first_then_well(replace(script, die_after=7), script)) as made:
         _, _, chunks = await collect(made, several(n, logprobs=1))
     for chunk in chunks:
         assert [logprob.token_id for logprob in chunk.logprobs] == chunk.token_ids
 
 
 async def test_a_worker_that_leaves_out_logprobs_is_not_believed() -> None:
-    choose = first_then_well(Script(omit_logprobs=True))
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+    async with rig(*first_then_well(Script(omit_logprobs=True))) as made:
         _, _, chunks = await collect(made, several(1, logprobs=0))
         assert len(all_submits(made)) == 2
     assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
@@ -160,8 +147,7 @@ async def test_a_worker_that_leaves_out_logprobs_is_not_believed() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("after", [0, 4])
 async def test_a_prompts_logprobs_come_once_and_are_not_asked_for_again(n: int, after: int) -> None:
-    choose = first_then_well(Script(die_after=after))
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+    async with rig(*first_then_well(Script(die_after=after))) as made:
         _, _, chunks = await collect(made, several(n, prompt_logprobs=2))
     reported = [chunk for chunk in chunks if chunk.prompt_logprobs]
     assert reported == chunks[:1]
@@ -171,22 +157,16 @@ async def test_a_prompts_logprobs_come_once_and_are_not_asked_for_again(n: int, 
     assert sorted(asked) == ([True, True] if after == 0 else [False, True])
 
 
-@pytest.mark.parametrize(
-    ("detail", "told"),
-    [
-        ("not supported: if", "not supported: if"),
-        ("", "cannot be compiled, or not within the server's limits"),
-    ],
-)
-async def test_a_grammar_that_cannot_be_compiled_is_the_clients_mistake(detail: str, told: str) -> None:
-    """And the client is told why, as the worker says it."""
-    script = Script(reject=session_pb2.REJECT_REASON_GRAMMAR, reject_detail=detail)
-    async with rig(FakeWorker("a", script=lambda submit: script)) as made:
-        with pytest.raises(InvalidRequest) as refused:
-            await collect(made, several(1))
-        violations = [(each.field, each.description) for each in refused.value.violations]
-        assert violations == [("sampling.structured_output", told)]
-        assert len(all_submits(made)) == 1
+async def test_a_grammar_that_cannot_be_compiled_is_the_clients_mistake_in_the_workers_words() -> None:
+    unsaid = "cannot be compiled, or not within the server's limits"
+    for detail, told in (("not supported: if", "not supported: if"), ("", unsaid)):
+        script = Script(reject=session_pb2.REJECT_REASON_GRAMMAR, reject_detail=detail)
+        async with rig(FakeWorker("a", script=lambda submit, script=script: script)) as made:
+            with pytest.raises(InvalidRequest) as refused:
+                await collect(made, several(1))
+            (violation,) = refused.value.violations
+            assert (violation.field, violation.description) == ("sampling.structured_output", told)
+            assert len(all_submits(made)) == 1
 
 
 @given(data=st.data())
@@ -198,16 +178,9 @@ def test_whatever_rows_are_repeated_no_output_gets_a_token_twice(data: st.DataOb
         st.lists(st.tuples(st.integers(0, n - 1), st.integers(-2, 5), st.integers(0, 5)), max_size=30)
     ):
         offset = max(len(known[index]) - back, 0)
-        row = Tokens(
-            index=index,
-            offset=offset,
-            token_ids=list(range(offset, offset + length)),
-            finish_reason=0,
-            stop_token=None,
-            cached_tokens=0,
-        )
-        assert outputs.follows(row) == (offset <= len(known[index]))
-        if outputs.follows(row) and (chunk := outputs.take(row)) is not None:
+        told = row(index, offset=offset, token_ids=range(offset, offset + length))
+        assert outputs.follows(told) == (offset <= len(known[index]))
+        if outputs.follows(told) and (chunk := outputs.take(told)) is not None:
             assert chunk.offset == len(known[index])
             known[index] += chunk.token_ids
     assert known == [list(range(len(tokens))) for tokens in known]
@@ -217,39 +190,36 @@ def test_whatever_rows_are_repeated_no_output_gets_a_token_twice(data: st.DataOb
 async def test_outputs_begin_anew_where_one_has_no_token_yet_and_ended_ones_are_cancelled() -> None:
     lengths = (1, 9, 9)
     dying = Script(lengths=lengths, silent_output=2, die_after=3)
-    choose = first_then_well(dying, Script(lengths=lengths))
-    async with rig(FakeWorker("a", script=choose), FakeWorker("b", script=choose)) as made:
+    async with rig(*first_then_well(dying, Script(lengths=lengths))) as made:
         tokens, _, _ = await collect(made, several(3))
         assert [output for worker in made.workers for _, output in worker.cancelled_outputs] == [0]
     assert tokens == {index: expected_tokens(5, lengths[index], index) for index in range(3)}
     assert [len(submit.continuations) for submit in all_submits(made)] == [0, 0]
 
 
-def row(index: int, *, is_last: bool = False) -> Tokens:
+def row(index: int, *, is_last: bool = False, offset: int = 0, token_ids: Sequence[int] = (1, 2)) -> Tokens:
     return Tokens(
         index=index,
-        offset=0,
-        token_ids=[1, 2],
+        offset=offset,
+        token_ids=[*token_ids],
         finish_reason=int(is_last),
         stop_token=None,
         cached_tokens=0,
     )
 
 
-def test_rows_of_an_output_that_has_ended_or_never_was_are_nothing() -> None:
+def test_rows_of_an_ended_output_are_nothing_and_beams_that_begin_anew_are_asked_for_the_missing_ones() -> (
+    None
+):
     outputs = Outputs(session_pb2.EngineSampling(n=2))
     outputs.end(1)
     for index in (1, 2):
         assert outputs.follows(row(index))
         assert outputs.take(row(index)) is None
-
-
-def test_a_beam_search_that_begins_anew_is_asked_for_the_outputs_that_are_missing() -> None:
-    """They end together, so that none of them is cancelled."""
     outputs = Outputs(session_pb2.EngineSampling(n=3, beam_width=4))
     outputs.take(row(1, is_last=True))
     assert (outputs.continuations(), outputs.resumed()) == ([], b"")
-    assert outputs.submitted([]) == {0, 2}
+    assert outputs.submitted([]) == {0, 2}, "they end together, so that none of them is cancelled"
 
 
 @pytest.mark.parametrize("wants_prompt", [True, False])

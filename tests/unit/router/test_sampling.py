@@ -71,31 +71,20 @@ LISTS: dict[str, tuple[list[Any], list[Any]]] = {
         [{1000: 1.0}, {1: 100.5}, {1: -100.5}, {1: math.nan}, {1: math.inf}, dict.fromkeys(range(1025), 1.0)],
     ),
 }
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+SCHEMAS = ["{}", "true", '{"type": "object", "properties": {"a": {"type": "string"}}}', nested(99)]
+NO_SCHEMAS = ["", "{", "[]", '"text"', '{"minimum": NaN}', "1" * 5000, "[" * 32_768 + "]" * 32_768]
+NO_SCHEMAS += [nested(10_000), nested(101), '"' + "é" * 32_767 + '"']
 STRUCTURED: tuple[list[Any], list[Any]] = (
+    [*({"json_schema": text} for text in SCHEMAS), {"regex": "a+"}, {"regex": "x" * 8_192}, OBJECT],
     [
-        {"json_schema": "{}"},
-        {"json_schema": "true"},
-        {"json_schema": '{"type": "object", "properties": {"a": {"type": "string"}}}'},
-        {"json_schema": '{"a":' * 99 + "1" + "}" * 99},
-        {"regex": "a+"},
-        {"regex": "x" * 8_192},
-        OBJECT,
-    ],
-    [
-        {},
-        {"json_schema": ""},
-        {"json_schema": "{"},
-        {"json_schema": "[]"},
-        {"json_schema": '"text"'},
-        {"json_schema": '{"minimum": NaN}'},
-        {"json_schema": "1" * 5000},
-        {"json_schema": "[" * 32_768 + "]" * 32_768},
-        {"json_schema": '{"a":' * 10_000 + "1" + "}" * 10_000},
-        {"json_schema": '{"a":' * 101 + "1" + "}" * 101},
-        {"json_schema": '"' + "é" * 32_767 + '"'},
-        {"regex": ""},
-        {"regex": "é" * 4_097},
-        {"json_object": False},
+        *({"json_schema": text} for text in NO_SCHEMAS),
+        *({}, {"regex": ""}, {"regex": "é" * 4_097}, {"json_object": False}),
     ],
 )
 TABLE: dict[str, tuple[list[Any], list[Any]]] = {
@@ -107,26 +96,16 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
 UNCHECKED = {"ignore_eos", "include_stop_in_output", "skip_special_tokens"}
 
 
-def cases(which: int) -> list[Any]:
-    return [
-        pytest.param(name, value, id=f"{name}-{number}")
-        for name, values in TABLE.items()
-        for number, value in enumerate(values[which])
-    ]
-
-
 def test_every_field_is_in_the_table() -> None:
     assert TABLE.keys() | UNCHECKED == set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
-@pytest.mark.parametrize(("field", "value"), cases(0))
-def test_a_value_inside_its_range_is_taken(field: str, value: Any) -> None:
-    assert violations(**{field: value}) == set()
-
-
-@pytest.mark.parametrize(("field", "value"), cases(1))
-def test_a_value_outside_its_range_is_named(field: str, value: Any) -> None:
-    assert violations(**{field: value}) == {field}
+@pytest.mark.parametrize("field", TABLE)
+def test_a_value_inside_its_range_is_taken_and_one_outside_named(field: str) -> None:
+    good, bad = TABLE[field]
+    for values, named in ((good, set()), (bad, {field})):
+        for value in values:
+            assert violations(**{field: value}) == named, repr(value)[:80]
 
 
 @pytest.mark.parametrize(
@@ -167,59 +146,24 @@ def test_elements_of_a_list_that_is_too_long_are_not_looked_at(field: str) -> No
     assert found.description.startswith("at most")
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"temperature": 0.5},
-        {"top_k": 3},
-        {"top_p": 0.5},
-        {"min_p": 0.1},
-        {"presence_penalty": 1.0},
-        {"frequency_penalty": -1.0},
-        {"repetition_penalty": 1.5},
-        {"logit_bias": {1: 1.0}},
-        {"allowed_token_ids": [5]},
-        {"bad_token_ids": [5]},
-        {"stop": ["x"]},
-        {"logprobs": 0},
-        {"prompt_logprobs": 0},
-        {"structured_output": OBJECT},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_a_beam_search_takes_nothing_that_changes_what_is_likely(other: dict[str, Any]) -> None:
-    assert violations(**BEAMS, **other) == set(other)
-    assert violations(**other) == set()
+def test_a_beam_search_takes_what_says_how_it_ends_and_nothing_that_changes_what_is_likely() -> None:
+    neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    ends = {"n": 4, "length_penalty": -1.0, "early_stopping": 3, "max_tokens": 9, "min_tokens": 2}
+    assert not violations(**BEAMS, **neutral, **ends, seed=5, stop_token_ids=[4], ignore_eos=True)
+    for name, value in (
+        *(("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.1), ("presence_penalty", 1.0)),
+        *(("frequency_penalty", -1.0), ("repetition_penalty", 1.5), ("logit_bias", {1: 1.0})),
+        *(("allowed_token_ids", [5]), ("bad_token_ids", [5]), ("stop", ["x"]), ("logprobs", 0)),
+        *(("prompt_logprobs", 0), ("structured_output", OBJECT)),
+    ):
+        assert violations(**BEAMS, **{name: value}) == {name}
+        assert violations(**{name: value}) == set()
+    assert violations(beam_width=3, n=4) == {"beam_width"}, "there are at least as many beams as outputs"
 
 
-def test_a_beam_search_takes_what_says_how_it_ends_and_neutral_values() -> None:
-    assert not violations(
-        **BEAMS,
-        n=4,
-        length_penalty=-1.0,
-        early_stopping=3,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        seed=5,
-        max_tokens=9,
-        min_tokens=2,
-        stop_token_ids=[4],
-        ignore_eos=True,
-    )
-
-
-def test_there_are_at_least_as_many_beams_as_outputs() -> None:
-    assert violations(beam_width=3, n=4) == {"beam_width"}
-
-
-@pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 1}])
-def test_structured_output_ends_where_it_is_complete(other: dict[str, Any]) -> None:
-    assert violations(structured_output=OBJECT, **other) == set(other)
-
-
-def test_min_tokens_above_max_tokens_is_refused() -> None:
+def test_an_end_that_contradicts_another_is_refused() -> None:
+    for other in ({"ignore_eos": True}, {"min_tokens": 1}):
+        assert violations(structured_output=OBJECT, **other) == set(other)
     assert violations(min_tokens=5, max_tokens=4) == {"min_tokens"}
     assert violations(min_tokens=4, max_tokens=4) == set()
 
@@ -265,36 +209,26 @@ def test_the_engine_gets_every_default_filled_in() -> None:
 
 
 def test_the_engine_gets_everything_that_was_sent() -> None:
-    given: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "presence_penalty": 1.5,
-        "frequency_penalty": -1.5,
-        "repetition_penalty": 2.0,
-        "logit_bias": {5: 1.5},
-        "allowed_token_ids": [5, 6],
-        "bad_token_ids": [6],
-        "max_tokens": 9,
-        "min_tokens": 3,
-        "seed": -5,
-        "stop_token_ids": [8],
-        "logprobs": 2,
-        "prompt_logprobs": 0,
-        "n": 3,
-        "length_penalty": 0.5,
-        "early_stopping": inference_pb2.EARLY_STOPPING_NEVER,
-    }
+    given: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "max_tokens": 9}
+    given |= {"presence_penalty": 1.5, "frequency_penalty": -1.5, "repetition_penalty": 2.0, "min_tokens": 3}
+    given |= {"logit_bias": {5: 1.5}, "allowed_token_ids": [5, 6], "bad_token_ids": [6], "seed": -5}
+    given |= {"stop_token_ids": [8], "logprobs": 2, "prompt_logprobs": 0, "n": 3, "length_penalty": 0.5}
+    given |= {"early_stopping": inference_pb2.EARLY_STOPPING_NEVER}
     sampling = for_engine(**given, ignore_eos=True)
     assert sampling == session_pb2.EngineSampling(**given)
     structured = for_engine(structured_output={"regex": "a+"}, seed=1)
     assert structured.structured_output.regex == "a+"
 
 
-def test_outputs_are_capped_at_the_context() -> None:
+def test_the_engine_gets_what_it_can_compute_with() -> None:
     capped = for_engine(max_tokens=1000, min_tokens=900, ignore_eos=True)
     assert (capped.max_tokens, capped.min_tokens, list(capped.eos_token_ids)) == (50, 50, [])
+    beams = for_engine(**BEAMS)
+    assert (beams.temperature, beams.beam_width, beams.n) == (0.0, 4, 1), "a beam search is greedy"
+    assert for_engine(temperature=1e-30).temperature == 0.0, "too small to divide by"
+    assert for_engine(repetition_penalty=0.01).repetition_penalty >= 0.01, "through float32"
+    assert for_engine(top_k=2**32 - 1).top_k == 0, "more than there are"
+    assert for_engine().seed != for_engine().seed, "drawn"
 
 
 def test_scores_of_several_outputs_need_the_sampled_tokens_logprobs() -> None:
@@ -302,27 +236,6 @@ def test_scores_of_several_outputs_need_the_sampled_tokens_logprobs() -> None:
     assert for_engine(n=2).logprobs == 0
     assert for_engine(n=2, logprobs=3).logprobs == 3
     assert not for_engine(n=2, beam_width=2).HasField("logprobs"), "the engine says what a beam's score is"
-
-
-def test_a_beam_search_is_greedy() -> None:
-    sampling = for_engine(**BEAMS)
-    assert (sampling.temperature, sampling.beam_width, sampling.n) == (0.0, 4, 1)
-
-
-def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
-    assert for_engine(temperature=1e-30).temperature == 0.0
-
-
-def test_the_smallest_repetition_penalty_survives_its_way_through_float32() -> None:
-    assert for_engine(repetition_penalty=0.01).repetition_penalty >= 0.01
-
-
-def test_an_absent_seed_is_drawn() -> None:
-    assert for_engine().seed != for_engine().seed
-
-
-def test_keeping_more_tokens_than_there_are_keeps_all() -> None:
-    assert for_engine(top_k=2**32 - 1).top_k == 0
 
 
 MODELS_OWN = replace(
@@ -341,46 +254,31 @@ def with_models_defaults(**sampling: Any) -> list[float]:
     return [getattr(request, name) for name in DEFAULTED]
 
 
-def test_what_a_request_leaves_open_is_sampled_by_the_models_own_defaults() -> None:
+def test_a_request_overrides_each_of_the_models_defaults_and_a_beam_search_takes_none() -> None:
     assert with_models_defaults() == [0.5, 20, 0.75, 0.25, 1.25]
-
-
-def test_a_request_overrides_each_of_the_models_defaults_even_with_the_neutral_value() -> None:
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     for number, (name, value) in enumerate(neutral.items()):
         expected = with_models_defaults()
         expected[number] = value
         assert with_models_defaults(**{name: value}) == expected
-
-
-def test_a_beam_search_takes_no_defaults_of_the_model() -> None:
     assert with_models_defaults(beam_width=4) == [0.0, 0, 1.0, 0.0, 1.0]
-
-
-def test_a_model_that_is_greedy_by_default_is_greedy() -> None:
     assert parse_sampling(inference_pb2.SamplingParams(), SamplingDefaults(temperature=0)).temperature == 0
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("temperature", -1),
-        ("temperature", math.nan),
-        ("temperature", "0.7"),
-        ("temperature", True),
-        ("top_k", 1.5),
-        ("top_k", -1),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("min_p", 2),
-        ("repetition_penalty", 0),
-    ],
-)
 def test_a_default_that_no_request_could_ask_for_is_ignored_and_said(
-    key: str, value: object, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert read_sampling_defaults({key: value}) == SamplingDefaults()
-    assert f"generation_config.json: {key} is out of range" in caplog.text
+    for key, values in (
+        ("temperature", [-1, math.nan, "0.7", True]),
+        ("top_k", [1.5, -1]),
+        ("top_p", [0, 1.1]),
+        ("min_p", [2]),
+        ("repetition_penalty", [0]),
+    ):
+        for value in values:
+            caplog.clear()
+            assert read_sampling_defaults({key: value}) == SamplingDefaults()
+            assert f"generation_config.json: {key} is out of range" in caplog.text
 
 
 def test_the_demo_model_is_sampled_as_its_generation_config_says_unless_told_not_to() -> None:
@@ -397,27 +295,18 @@ def test_the_demo_model_is_sampled_as_its_generation_config_says_unless_told_not
 def test_sizes_that_gemma_3_leaves_to_transformers_are_known(tmp_path: Path) -> None:
     """Its config.json has the fields of the text part apart, and few of them."""
     shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "max_position_embeddings": 4096}
-    config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "eos_token_id": [1, 106],
-    }
+    (tmp_path / "generation_config.json").unlink()
+    named = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    text = {"model_type": "gemma3_text", "hidden_size": 2560}
+    scout = {"model_type": "llama4_text", "max_position_embeddings": 10**7, "vocab_size": 202_048}
     tokenizer = load_tokenizer(CHECKPOINT)
-    scout = {
-        "model_type": "llama4_text",
-        "max_position_embeddings": 10**7,
-        "vocab_size": 202_048,
-        "hidden_size": 64,
-    }
-    for stated, context in (
-        (text, 4096),
-        (scout | {"attention_chunk_size": 8192}, 8192),
-        ({**text, "max_position_embeddings": None}, 131_072),
+    for fields, context in (
+        (text | {"max_position_embeddings": 4096}, 4096),
+        (scout | {"hidden_size": 64, "attention_chunk_size": 8192}, 8192),
+        (text, 131_072),
     ):
-        fields = {key: value for key, value in stated.items() if value is not None}
-        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": fields}))
-        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        config = {**named, "eos_token_id": [1, 106], "text_config": fields}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         facts = read_facts(tmp_path, names=("gemma",), tokenizer=tokenizer)
         assert facts.max_position_embeddings == context
         assert facts.vocab_size == len(tokenizer)

@@ -97,11 +97,12 @@ async def test_a_whole_answer_has_its_outputs_in_order_however_they_came() -> No
 
 
 async def test_one_output_is_the_first_and_only_one(router: Router, worker: FakeWorker) -> None:
-    whole = await router.inference.Generate(request())
+    whole = await router.inference.Generate(request(priority=-7))
     (only,) = whole.outputs
     assert (only.text, only.token_ids, only.finish) == (whole.text, whole.token_ids, whole.finish)
     assert not whole.finish.HasField("cumulative_logprob")
-    assert not worker.submits[0].sampling.HasField("logprobs")
+    (submit,) = worker.submits
+    assert (submit.sampling.HasField("logprobs"), submit.priority) == (False, -7)
 
 
 async def test_a_stop_string_ends_one_output_and_leaves_the_others(
@@ -123,24 +124,6 @@ async def test_a_stop_string_ends_one_output_and_leaves_the_others(
     assert [outputs[i].text for i in (0, 2)] == [texts[0], texts[2]]
     assert [index for _, index in worker.cancelled_outputs] == [1]
     assert worker.cancelled == []
-
-
-async def test_a_killed_worker_costs_no_output_of_several_a_token(router: Router) -> None:
-    dying = Script(die_after=7)
-    seen: list[int] = []
-
-    def choose(submit: session_pb2.Submit) -> Script:
-        seen.append(len(submit.continuations))
-        return dying if len(seen) == 1 else Script()
-
-    async with router.workers(worker_of_model("a", script=choose), worker_of_model("b", script=choose)):
-        outputs = await stream(router, request(sampling={"n": 4, "logprobs": 1}))
-    assert seen == [0, 4]
-    for index, output in outputs.items():
-        assert output.token_ids == expected_tokens(1, 20, index)
-        assert [logprob.token_id for logprob in output.logprobs] == output.token_ids
-        assert output.finish is not None
-        assert output.finish.cumulative_logprob == score(output.token_ids)
 
 
 async def test_beams_come_at_the_end_with_one_delta_each_and_their_scores(
@@ -195,29 +178,22 @@ async def test_a_prompts_logprobs_come_with_the_first_delta(router: Router, work
     assert list(whole.prompt_logprobs) == reported[0]
 
 
-@pytest.mark.parametrize("include", [True, False])
-async def test_a_stop_token_has_text_only_where_the_client_wants_it(
-    router: Router, tokenizer: Any, include: bool
-) -> None:
+async def test_a_stop_has_text_only_where_the_client_wants_it(router: Router, tokenizer: Any) -> None:
     tokens = expected_tokens(1, 5)
-    stopping = worker_of_model("a", script=lambda submit: Script(stop_token_at=5))
-    async with router.workers(stopping):
-        sampling = {"stop_token_ids": [tokens[-1]], "include_stop_in_output": include}
-        asked = await router.inference.Generate(request(sampling=sampling))
-        ended = await router.inference.Generate(request(sampling={"include_stop_in_output": include}))
-    assert list(asked.token_ids) == list(ended.token_ids) == tokens
-    assert asked.text == decode(tokenizer, tokens if include else tokens[:-1])
-    assert ended.text == decode(tokenizer, tokens[:-1]), "an end-of-sequence token never has text"
-
-
-async def test_a_stop_string_is_kept_where_the_client_wants_it(
-    router: Router, worker: FakeWorker, tokenizer: Any
-) -> None:
-    text = decode(tokenizer, expected_tokens(1, 200))
-    stop = text[60:66]
-    sampling = {**LONG, "stop": [stop], "include_stop_in_output": True}
-    answer = await router.inference.Generate(request(sampling=sampling))
-    assert answer.text == text[: text.find(stop) + len(stop)]
+    async with router.workers(worker_of_model("a", script=lambda submit: Script(stop_token_at=5))):
+        for include in (True, False):
+            stops = {"stop_token_ids": [tokens[-1]], "include_stop_in_output": include}
+            asked = await router.inference.Generate(request(sampling=stops))
+            ended = await router.inference.Generate(request(sampling={"include_stop_in_output": include}))
+            assert list(asked.token_ids) == list(ended.token_ids) == tokens
+            assert asked.text == decode(tokenizer, tokens if include else tokens[:-1])
+            assert ended.text == decode(tokenizer, tokens[:-1]), "an end-of-sequence token never has text"
+    async with router.workers(worker_of_model("a")):
+        text = decode(tokenizer, expected_tokens(1, 200))
+        stop = text[60:66]
+        sampling = {**LONG, "stop": [stop], "include_stop_in_output": True}
+        answer = await router.inference.Generate(request(sampling=sampling))
+        assert answer.text == text[: text.find(stop) + len(stop)]
 
 
 async def test_a_grammar_that_the_worker_cannot_compile_is_an_invalid_argument(router: Router) -> None:
@@ -234,10 +210,9 @@ async def test_a_grammar_that_the_worker_cannot_compile_is_an_invalid_argument(r
 
 async def test_the_limits_of_outputs_and_beams_are_the_routers() -> None:
     async with running_router(max_outputs=3, max_beam_width=5) as own:
-        error = await refused(own.inference.Generate(request(sampling={"n": 4})))
-        assert fields_of(error) == ["sampling.n"]
-        error = await refused(own.inference.Generate(request(sampling={"beam_width": 6})))
-        assert fields_of(error) == ["sampling.beam_width"]
+        for name, value in (("n", 4), ("beam_width", 6)):
+            error = await refused(own.inference.Generate(request(sampling={name: value})))
+            assert fields_of(error) == [f"sampling.{name}"]
 
 
 async def test_an_admitted_request_counts_as_many_as_its_outputs(router: Router, worker: FakeWorker) -> None:
@@ -251,11 +226,6 @@ async def test_an_admitted_request_counts_as_many_as_its_outputs(router: Router,
     await until(lambda: is_idle(router))
     await until(lambda: worker.num_running == 0)
     assert len((await router.inference.Generate(request(sampling={"n": 9}))).outputs) == 9, "alone it may"
-
-
-async def test_a_request_carries_its_priority(router: Router, worker: FakeWorker) -> None:
-    await router.inference.Generate(request(priority=-7))
-    assert worker.submits[0].priority == -7
 
 
 async def test_an_answer_that_fits_no_message_is_refused_in_words_and_can_be_streamed(

@@ -44,18 +44,27 @@ def test_all_wrong_fields_are_named_at_once() -> None:
     assert found == {"prompt", "request_id", "cache_salt", "sampling.temperature", "sampling.top_p"}
 
 
-@pytest.mark.parametrize("text", ["a" * 129, "a\nb", "../..", "*", "a b", "\0", "é", "a/b"])
-def test_names_are_short_and_of_safe_characters(text: str) -> None:
-    assert violations(request_id=text) == {"request_id"}
-    assert violations(cache_salt=text) == {"cache_salt"}
+UNSAFE = ["a" * 129, "a\nb", "../..", "*", "a b", "\0", "é", "a/b"]
 
 
-@pytest.mark.parametrize(("priority", "fits"), [(-101, False), (-100, True), (100, True), (2**31 - 1, False)])
-def test_a_priority_is_at_most_100_either_way(priority: int, fits: bool) -> None:
-    if fits:
-        assert validate(priority=priority).priority == priority
-    else:
-        assert violations(priority=priority) == {"priority"}
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("request_id", ["a" * 128, "a.b_c:d-E9"], ["", *UNSAFE]),
+        ("cache_salt", ["a" * 128], UNSAFE),
+        ("priority", [-100, 100], [-101, 2**31 - 1]),
+        ("truncate_prompt_tokens", [-1, 1, 2**31 - 1], [-2, 0]),
+    ],
+)
+def test_a_field_of_a_request_is_taken_inside_its_range_and_named_outside(
+    field: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in good:
+        request = validate(**{field: value})
+        assert field == "cache_salt" or getattr(request, field) == value
+    for value in bad:
+        assert violations(**{field: value}) == {field}
+    assert validate().request_id != validate().request_id, "an absent one is drawn"
 
 
 def test_logprobs_of_a_prompt_must_fit_one_message() -> None:
@@ -64,11 +73,6 @@ def test_logprobs_of_a_prompt_must_fit_one_message() -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_prompt_report(40_000, 20)
     assert [violation.field for violation in refused.value.violations] == ["sampling.prompt_logprobs"]
-
-
-def test_an_empty_request_id_is_refused_and_an_absent_one_drawn() -> None:
-    assert violations(request_id="") == {"request_id"}
-    assert validate().request_id != validate().request_id
 
 
 @pytest.mark.parametrize(
@@ -104,33 +108,18 @@ def test_a_prompt_that_cannot_be_is_named(message: dict[str, Any], field: str) -
     assert violations(**message) == {field}
 
 
-@pytest.mark.parametrize(
-    ("options", "prompts"),
-    [
+def test_a_continued_message_takes_the_place_of_the_generation_prompt() -> None:
+    for options, prompts in (
         ({}, True),
         ({"add_generation_prompt": True}, True),
         ({"add_generation_prompt": False}, False),
         ({"continue_final_message": False}, True),
         ({"continue_final_message": True}, False),
         ({"continue_final_message": True, "add_generation_prompt": False}, False),
-    ],
-)
-def test_a_continued_message_takes_the_place_of_the_generation_prompt(
-    options: dict[str, bool], prompts: bool
-) -> None:
-    prompt = validate(**said({"role": "assistant"}, **options)).prompt
-    assert prompt.add_generation_prompt is prompts
-    assert prompt.continue_final_message is options.get("continue_final_message", False)
-
-
-@pytest.mark.parametrize(
-    ("asked", "fits"), [(-2, False), (-1, True), (0, False), (1, True), (2**31 - 1, True)]
-)
-def test_a_prompt_is_truncated_to_some_tokens_or_to_what_fits(asked: int, fits: bool) -> None:
-    if fits:
-        assert validate(truncate_prompt_tokens=asked).truncate_prompt_tokens == asked
-    else:
-        assert violations(truncate_prompt_tokens=asked) == {"truncate_prompt_tokens"}
+    ):
+        prompt = validate(**said({"role": "assistant"}, **options)).prompt
+        assert prompt.add_generation_prompt is prompts
+        assert prompt.continue_final_message is options.get("continue_final_message", False)
 
 
 def test_as_many_tokens_as_fit_leave_room_for_max_tokens() -> None:
@@ -163,49 +152,49 @@ def test_no_input_at_all_is_refused() -> None:
         valid_generation(inference_pb2.GenerateRequest(), FACTS, max_model_len=MAX_MODEL_LEN, limits=LIMITS)
 
 
+def fields_of(kind: str, size: int) -> dict[str, Any]:
+    """Return a prompt of so many tokens, or of a text of so many bytes."""
+    if kind == "prompt_token_ids":
+        return {kind: {"ids": [7] * size}}
+    text = "é" * (size // 2) + "e" * (size % 2)
+    halves = (text[: len(text) // 2], text[len(text) // 2 :])
+    return (
+        {kind: text}
+        if kind == "prompt"
+        else {kind: {"messages": [{"role": "user", "content": half} for half in halves]}}
+    )
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "fits"), [(MAX_MODEL_LEN - 1, True), (MAX_MODEL_LEN, False), (4_000_000, False)]
+    ("kind", "most", "far_too_many"),
+    [
+        ("prompt_token_ids", MAX_MODEL_LEN - 1, 4_000_000),
+        ("prompt", 1280, 10_000_000),
+        ("chat", 1280, 10_000_000),
+    ],
 )
-def test_a_prompt_of_tokens_must_leave_room_for_one(num_tokens: int, fits: bool) -> None:
-    fields = {"prompt_token_ids": {"ids": [7] * num_tokens}}
-    if fits:
-        assert validate(**fields).estimated_tokens == num_tokens
-    else:
-        with pytest.raises(ContextLengthExceeded):
-            validate(**fields)
-
-
-@pytest.mark.parametrize(("num_bytes", "fits"), [(1280, True), (1281, False), (10_000_000, False)])
-@pytest.mark.parametrize("kind", ["prompt", "chat"])
-def test_a_text_that_no_context_could_hold_is_refused_before_it_is_tokenised(
-    kind: str, num_bytes: int, fits: bool
+def test_a_prompt_must_leave_room_and_what_no_context_could_hold_is_refused_before_it_is_tokenised(
+    kind: str, most: int, far_too_many: int
 ) -> None:
-    text = "é" * (num_bytes // 2) + "e" * (num_bytes % 2)
-    half = len(text) // 2
-    messages = [{"role": "user", "content": part} for part in (text[:half], text[half:])]
-    fields: dict[str, Any] = {"prompt": text} if kind == "prompt" else {"chat": {"messages": messages}}
-    if fits:
-        assert validate(**fields)
-    else:
+    estimated = validate(**fields_of(kind, most)).estimated_tokens
+    assert kind != "prompt_token_ids" or estimated == most
+    for size in (most + 1, far_too_many):
         with pytest.raises(ContextLengthExceeded):
-            validate(**fields)
+            validate(**fields_of(kind, size))
 
 
-@pytest.mark.parametrize("name", ["gpt-99", "Qwen/Qwen3-0.6B", "max_tokens", "a@main", "a" * 128])
-def test_another_model_is_not_found_by_its_name_beside_what_is_served(name: str) -> None:
-    with pytest.raises(UnknownModel) as refused:
-        validate(model=name)
-    assert refused.value.message == f"The model `{name}` does not exist. Served here: `tiny`."
-    (violation,) = refused.value.violations
-    assert (violation.field, violation.description) == ("model", "must be one that is served: `tiny`")
+def test_another_model_is_not_found_by_its_name_which_is_repeated_only_where_it_reads_as_one() -> None:
+    for name in ("gpt-99", "Qwen/Qwen3-0.6B", "max_tokens", "a@main", "a" * 128):
+        with pytest.raises(UnknownModel) as refused:
+            validate(model=name)
+        assert refused.value.message == f"The model `{name}` does not exist. Served here: `tiny`."
+        (violation,) = refused.value.violations
+        assert (violation.field, violation.description) == ("model", "must be one that is served: `tiny`")
+    for name in ("", "a" * 129, "a\nb", "a`b", "\x1b[31m", "é", "a model", "<b>", "\u202ea"):
+        with pytest.raises(UnknownModel) as refused:
+            validate(model=name)
+        assert refused.value.message == "The model asked for does not exist. Served here: `tiny`."
     assert validate(model="tiny")
-
-
-@pytest.mark.parametrize("name", ["", "a" * 129, "a\nb", "a`b", "\x1b[31m", "é", "a model", "<b>", "\u202ea"])
-def test_what_does_not_read_as_a_models_name_is_not_repeated(name: str) -> None:
-    with pytest.raises(UnknownModel) as refused:
-        validate(model=name)
-    assert refused.value.message == "The model asked for does not exist. Served here: `tiny`."
 
 
 def test_of_many_served_names_the_first_are_told() -> None:
