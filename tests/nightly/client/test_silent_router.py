@@ -128,9 +128,7 @@ async def _ask_all(address: str) -> list[int]:
     return await asyncio.gather(*(_ask_async(address) for _ in range(NUM_CLIENTS)))
 
 
-def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_nothing_is_sent_twice(
-    shared: Shared,
-) -> None:
+def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_nothing_is_sent_twice(shared):
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         assert list(threads.map(_ask, [shared.address] * NUM_CLIENTS)) == [0] * NUM_CLIENTS
     assert asyncio.run(_ask_all(shared.address)) == [0] * NUM_CLIENTS
@@ -142,9 +140,7 @@ def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_noth
     assert calls == [2 * NUM_CLIENTS, 0]
 
 
-def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_deadline(
-    shared: Shared,
-) -> None:
+def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_deadline(shared: Shared):
     _freeze(shared.sound)
     with (
         Client(shared.address, timeout_seconds=GIVE_UP_SECONDS) as client,
@@ -153,9 +149,7 @@ def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_de
         client.list_models()
 
 
-def test_a_router_that_is_slow_to_greet_is_reached_by_a_client_with_more_time_to_connect(
-    shared: Shared,
-) -> None:
+def test_a_router_that_is_slow_to_greet_is_reached_by_a_client_with_more_time_to_connect(shared: Shared):
     shared.frozen.send_signal(signal.SIGCONT)
     with slow_to_greet(shared.address) as address:
         with (

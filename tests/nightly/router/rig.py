@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from blockyard.proto.roles import Role
-from blockyard.proto.v1.session_pb2 import PullReport
+from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.router.client.aio import AsyncClient
 from blockyard.router.cluster.sources import PullLinks
 from blockyard.router.cluster.worker_view import WorkerView
@@ -28,6 +28,7 @@ BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_TOKENS * 4
 NUM_BLOCKS = 1200
 PROMPT_TOKENS = 100
+SIMULATED = {"engine": "simulated", "deterministic": False, "simulated_step_seconds": 0.02}
 NO_TIES = PlacementConfig(near_equal_ms=0.0, near_equal_fraction=0.0)
 """A pull that saves any time is taken."""
 
@@ -193,3 +194,23 @@ async def undisturbed(here: Cluster, asked: list[dict[str, Any]]) -> list[Any]:
     answers = await asyncio.gather(*(ask(here.client, **changes) for changes in asked))
     await here.client.flush_cache()
     return answers
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 1.0, "regex": "[a-z]{2000}", "ignore_eos": False},
+    {"temperature": 1.0, "logit_bias": {500: 5.0}, "bad_token_ids": [501]},
+]
+"""Whatever a request may ask for: none of it changes where its sequence may go."""
+EVERYTHING: dict[str, Any] = {"logprobs": 2, "frequency_penalty": 0.5, "ignore_eos": False}
+EVERYTHING |= {"regex": "[a-z]{2000}"}
+
+
+def has_come_whole(here: Cluster, num_pulls: int) -> bool:
+    """Whether worker-1 has fetched all blocks of so many sequences, and computed none of their tokens again."""
+    starts = here.starts[1]
+    ends = [report.end for report in starts.reports]
+    return ends == [PullEnd.PULL_END_WHOLE] * num_pulls and starts.num_recomputed == 0

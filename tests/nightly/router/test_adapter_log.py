@@ -36,9 +36,7 @@ async def give(keeper: AdapterKeeper, *adapters: RegisteredAdapter) -> None:
         await keeper._change(one.name, one)
 
 
-async def test_a_log_that_is_written_anew_loses_no_change_of_another_router(
-    operator: "redis.Redis", client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_that_is_written_anew_loses_no_change_of_another_router(operator, client, monkeypatch):
     one, other, reader = keeper_of(client), keeper_of(client), keeper_of(client)
     await give(one, adapter("sql"), adapter("law"))
     for keeper in (other, reader):
@@ -65,9 +63,7 @@ async def test_a_log_that_is_written_anew_loses_no_change_of_another_router(
         assert keeper.registry.listed() == [adapter("code"), adapter("law", "2")]
 
 
-async def test_a_router_that_ends_while_it_writes_the_log_anew_loses_nothing(
-    operator: "redis.Redis", client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_that_ends_while_it_writes_the_log_anew_loses_nothing(operator, client, monkeypatch):
     one, other, later = keeper_of(client), keeper_of(client), keeper_of(client)
     await give(one, adapter("sql"), adapter("law"))
     await other.refresh()
@@ -80,9 +76,7 @@ async def test_a_router_that_ends_while_it_writes_the_log_anew_loses_nothing(
     assert other.registry.listed() == later.registry.listed() == wanted
 
 
-async def test_other_routers_and_later_ones_know_what_one_has_changed(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_other_routers_and_later_ones_know_what_one_has_changed(operator, client):
     one, other = keeper_of(client), keeper_of(client)
     await give(one, adapter("sql"), adapter("law", tenant="acme"))
     await other.refresh()
@@ -98,9 +92,7 @@ async def test_other_routers_and_later_ones_know_what_one_has_changed(
         await one.remove("sql")
 
 
-async def test_redis_holds_neither_names_nor_folders_and_another_cluster_reads_nothing(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_redis_holds_neither_names_nor_folders_and_another_cluster_reads_nothing(operator, client):
     await give(keeper_of(client), adapter("canary"))
     (key,) = operator.keys("*")
     assert b"canary" not in key + operator.get(key)
@@ -110,9 +102,7 @@ async def test_redis_holds_neither_names_nor_folders_and_another_cluster_reads_n
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
-async def test_what_is_not_sealed_hides_no_adapter(
-    operator: "redis.Redis", client: redis.asyncio.Redis, is_behind: bool
-) -> None:
+async def test_what_is_not_sealed_hides_no_adapter(operator, client, is_behind):
     one, other = keeper_of(client), keeper_of(client)
     await give(one, adapter("sql"))
     (key,) = operator.keys("*")
@@ -123,9 +113,7 @@ async def test_what_is_not_sealed_hides_no_adapter(
     assert other.registry.listed() == [adapter("law"), adapter("sql")]
 
 
-async def test_a_redis_that_has_lost_them_gets_them_again(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_a_redis_that_has_lost_them_gets_them_again(operator, client):
     one = keeper_of(client)
     await give(one, adapter("sql"))
     operator.flushall()
@@ -135,9 +123,7 @@ async def test_a_redis_that_has_lost_them_gets_them_again(
     assert other.registry.listed() == one.registry.listed() == [adapter("sql")]
 
 
-async def test_a_long_log_is_written_anew(
-    operator: "redis.Redis", client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_log_is_written_anew(operator, client, monkeypatch):
     monkeypatch.setattr("blockyard.router.adapters.keeper.MAX_LOG_BYTES", 2000)
     assert adapter_log.MAX_LOG_BYTES > 2000
     one, longest = keeper_of(client), 0
@@ -151,9 +137,7 @@ async def test_a_long_log_is_written_anew(
     assert later.registry.listed() == [adapter("sql", "39")]
 
 
-async def test_without_redis_nothing_changes_and_what_is_known_stays(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_without_redis_nothing_changes_and_what_is_known_stays(operator, client):
     one = keeper_of(client)
     await give(one, adapter("sql"))
     nobody = connect("redis://127.0.0.1:1", timeout_seconds=0.2, has_deadlines=True)
@@ -165,9 +149,7 @@ async def test_without_redis_nothing_changes_and_what_is_known_stays(
     await nobody.aclose()
 
 
-async def test_each_model_has_a_log_of_its_own_and_cannot_read_that_of_another(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_each_model_has_a_log_of_its_own_and_cannot_read_that_of_another(operator, client):
     one, other = keeper_of(client), keeper_of(client, model=OTHER)
     await give(one, adapter("sql"))
     (of_one,) = operator.keys("*")
@@ -183,9 +165,7 @@ async def test_each_model_has_a_log_of_its_own_and_cannot_read_that_of_another(
     assert later.registry.listed() == [], "a log that was moved is not the model's"
 
 
-async def test_an_erased_log_is_gone_and_its_keeper_writes_no_other(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_an_erased_log_is_gone_and_its_keeper_writes_no_other(operator, client):
     removed, kept = keeper_of(client, model=OTHER), keeper_of(client)
     await give(removed, adapter("sql"))
     await give(kept, adapter("law"))
@@ -217,9 +197,7 @@ async def test_a_router_that_still_serves_a_removed_model_writes_nothing_for_the
     assert again.registry.listed() == [adapter("law")]
 
 
-async def test_the_log_of_an_added_model_expires_once_no_router_reads_it(
-    operator: "redis.Redis", client: redis.asyncio.Redis
-) -> None:
+async def test_the_log_of_an_added_model_expires_once_no_router_reads_it(operator, client):
     keepers = {model: keeper_of(client, model=model) for model in (FIRST, OTHER, ADDED)}
     lives = {}
     for model, keeper in keepers.items():
@@ -232,9 +210,7 @@ async def test_the_log_of_an_added_model_expires_once_no_router_reads_it(
     assert KEEP_SECONDS - 60 <= lives[ADDED] <= KEEP_SECONDS
 
 
-async def test_erasing_without_redis_stops_the_keeper_all_the_same(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_erasing_without_redis_stops_the_keeper_all_the_same(caplog: pytest.LogCaptureFixture):
     nobody = connect("redis://127.0.0.1:1", timeout_seconds=0.2, has_deadlines=True)
     keeper = keeper_of(nobody, model=OTHER)
     await keeper.erase()

@@ -7,13 +7,23 @@ import asyncio
 from typing import Any
 
 import pytest
-from blockyard.proto.v1.session_pb2 import PullEnd
 from blockyard.router.cluster.sources import PullLinks
 from blockyard.router.placement.pulls import UNKNOWN_LINK
 
 from tests.unit.router.rig import until
 
-from .rig import BLOCK_TOKENS, Cluster, ask, cluster, known_links, outputs, undisturbed
+from .rig import (
+    BLOCK_TOKENS,
+    EVERYTHING,
+    WISHES,
+    Cluster,
+    ask,
+    cluster,
+    has_come_whole,
+    known_links,
+    outputs,
+    undisturbed,
+)
 
 __all__ = ["known_links"]
 
@@ -29,43 +39,17 @@ async def moved(here: Cluster, asked: list[dict[str, Any]], num_tokens: int = 20
     return [task.result() for task in running]
 
 
-async def test_a_drain_moves_running_sequences_with_their_blocks() -> None:
-    asked = [{"seed": seed} for seed in range(4)]
-    async with cluster() as here:
-        expected = await undisturbed(here, asked)
-        answers = await moved(here, asked)
-        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 4
-        assert here.starts[1].num_recomputed == 0
-        assert {answer.finish.cached_tokens for answer in answers} == {0}, "as the first worker found"
-
-
-async def test_a_sequence_moves_with_its_blocks_whatever_it_asked_for() -> None:
-    asked: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 1.3, "top_p": 0.9},
-        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "logprobs": 3},
-        {"temperature": 1.0, "regex": "[a-z]{2000}", "ignore_eos": False},
-        {"temperature": 1.0, "logit_bias": {500: 5.0}, "bad_token_ids": [501]},
-    ]
-    asked = [{"seed": seed, **changes} for seed, changes in enumerate(asked)]
+async def test_a_drain_moves_running_sequences_with_their_blocks_whatever_they_ask_for() -> None:
+    asked = [{"seed": seed, **changes} for seed, changes in enumerate(WISHES)]
     async with cluster() as here:
         expected = await undisturbed(here, asked)
         answers = await moved(here, asked)
         assert [outputs(answer) for answer in answers] == [outputs(answer) for answer in expected]
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 6
-        assert here.starts[1].num_recomputed == 0
+        assert has_come_whole(here, len(asked))
+        assert {answer.finish.cached_tokens for answer in answers} == {0}, "as the first worker found"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"logprobs": 2, "frequency_penalty": 0.5, "regex": "[a-z]{2000}", "ignore_eos": False},
-    ],
-    ids=["plain", "everything"],
-)
+@pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["plain", "everything"])
 async def test_several_outputs_move_with_the_blocks_of_each(changes: dict[str, Any]) -> None:
     asked = [{"seed": 3, "n": 3, **changes}]
     async with cluster() as here:
@@ -73,8 +57,7 @@ async def test_several_outputs_move_with_the_blocks_of_each(changes: dict[str, A
         (answer,) = await moved(here, asked, num_tokens=90)
         assert outputs(answer) == outputs(expected)
         assert len(here.starts[1].computed) == 3
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 3
-        assert here.starts[1].num_recomputed == 0
+        assert has_come_whole(here, 3)
 
 
 async def test_beams_begin_again() -> None:
@@ -89,9 +72,7 @@ async def test_beams_begin_again() -> None:
         assert outputs(running.result()) == outputs(expected)
 
 
-async def test_nothing_is_fetched_over_a_link_that_nobody_has_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nothing_is_fetched_over_a_link_that_nobody_has_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PullLinks, "link", lambda links, worker: UNKNOWN_LINK)
     asked = [{"seed": 3}]
     async with cluster() as here:
@@ -114,8 +95,7 @@ async def test_a_worker_that_ends_waits_until_its_sequences_have_moved() -> None
             tasks.create_task(here.stop(0))
         assert [task.result().token_ids for task in running] == [answer.token_ids for answer in expected]
         assert {task.result().finish.migrations for task in running} == {0}
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 4
-        assert here.starts[1].num_recomputed == 0
+        assert has_come_whole(here, 4)
 
 
 async def test_a_source_that_lends_no_more_costs_only_the_computing() -> None:

@@ -43,9 +43,7 @@ async def register(index: RedisPrefixIndex, worker: FakeWorker, worker_id: str) 
     return await index.register(signed(record), lease_seconds=30.0, has_host_cache=True)
 
 
-async def test_workers_are_learned_from_the_index_and_remembered(
-    router: Router, index: tuple[str, RedisPrefixIndex]
-) -> None:
+async def test_workers_are_learned_from_the_index_and_remembered(router, index):
     async with worker_of_model("from-redis") as worker:
         berth = await register(index[1], worker, "from-redis")
         await until(lambda: _is_ready(router, worker), seconds=10)
@@ -63,9 +61,7 @@ async def _is_forgotten(router: Router) -> bool:
     return await router.states() == {}
 
 
-async def test_a_prefix_in_the_index_draws_its_prompt(
-    router: Router, index: tuple[str, RedisPrefixIndex]
-) -> None:
+async def test_a_prefix_in_the_index_draws_its_prompt(router: Router, index: tuple[str, RedisPrefixIndex]):
     async with router.workers(worker_of_model("a"), worker_of_model("b")) as workers:
         await router.inference.Generate(request(PROMPT))
         submit = next(submit for worker in workers for submit in worker.submits)

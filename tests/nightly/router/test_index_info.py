@@ -173,9 +173,7 @@ async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another
             assert reasons["odd"] == "index stride of 3 blocks, the first worker's is 2"
 
 
-async def test_a_worker_that_tells_another_index_degrades_this_one(
-    server: RedisProcess, operator: "redis.Redis"
-) -> None:
+async def test_a_worker_that_tells_another_index_degrades_this_one(server, operator):
     async with (
         running_router(redis_url=server.url) as router,
         real_worker(server.url, "here"),
@@ -194,9 +192,7 @@ async def both_are_exact(router: Router) -> bool:
     return [worker.index.state for worker in (await index_info(router)).workers] == [EXACT, EXACT]
 
 
-async def test_who_only_asks_makes_no_look_ups_and_a_flood_of_questions_makes_one_count(
-    server: RedisProcess, operator: "redis.Redis"
-) -> None:
+async def test_who_only_asks_makes_no_look_ups_and_a_flood_of_questions_makes_one_count(server, operator):
     async with running_router(redis_url=server.url) as router, real_worker(server.url):
         await until(lambda: is_in_state(router, EXACT))
         async with connect(server.url, timeout_seconds=5.0) as client:
@@ -215,9 +211,7 @@ async def is_refused(router: Router, address: str) -> bool:
     return (await router.states()).get(address) == cluster_pb2.WORKER_STATE_REFUSED
 
 
-async def test_a_worker_that_one_of_two_servers_lists_is_found_and_the_dead_one_is_named(
-    server: RedisProcess, operator: "redis.Redis"
-) -> None:
+async def test_a_worker_that_one_of_two_servers_lists_is_found_and_the_dead_one_is_named(server, operator):
     urls = f"redis://127.0.0.1:1/0,{server.url}"
     async with running_router(redis_url=urls) as router, real_worker(urls):
         await until(lambda: is_ready(router))

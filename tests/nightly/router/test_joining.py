@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess
@@ -91,9 +90,7 @@ async def all_ready(router: Router, count: int) -> bool:
 
 
 @pytest.mark.fault(32)
-async def test_a_worker_that_joins_is_used_soon_and_not_overrun(
-    loaded: tuple[Load, str], measured: dict[str, Any]
-) -> None:
+async def test_a_worker_that_joins_is_used_soon_and_not_overrun(loaded, measured):
     load, redis_url = loaded
     loop = asyncio.get_running_loop()
     newcomer = worker(NUM_WORKERS, redis_url)

@@ -80,9 +80,7 @@ async def pair(both: tuple[Served, Served]) -> AsyncIterator[tuple[Served, Serve
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_adapter_is_added_to_the_named_model_alone_and_by_default_to_the_first(
-    pair: tuple[Served, Served],
-) -> None:
+async def test_an_adapter_is_added_to_the_named_model_alone_and_by_default_to_the_first(pair):
     ((router, workers, admin), _) = pair
     added = await admin.add_adapter("sql", "sql", model="alias")
     assert (added.name, added.model) == ("sql", "other")
@@ -140,9 +138,7 @@ async def test_a_name_of_a_model_or_of_another_models_adapter_is_refused_and_not
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_name_that_another_router_has_just_given_to_another_model_is_refused(
-    pair: tuple[Served, Served],
-) -> None:
+async def test_a_name_that_another_router_has_just_given_to_another_model_is_refused(pair):
     (_, _, one), (_, _, other) = pair
     await one.add_adapter("sql", "sql", model="other")
     with pytest.raises(InvalidRequestError) as refused:
@@ -151,9 +147,7 @@ async def test_a_name_that_another_router_has_just_given_to_another_model_is_ref
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_of_two_simultaneous_additions_to_two_models_at_most_one_gets_the_name(
-    pair: tuple[Served, Served],
-) -> None:
+async def test_of_two_simultaneous_additions_to_two_models_at_most_one_gets_the_name(pair):
     (_, _, one), (_, _, other) = pair
     for _ in range(5):
         results = await asyncio.gather(
@@ -174,9 +168,7 @@ async def test_of_two_simultaneous_additions_to_two_models_at_most_one_gets_the_
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_cost_of_loading_an_adapter_is_that_of_its_models_workers(
-    pair: tuple[Served, Served],
-) -> None:
+async def test_the_cost_of_loading_an_adapter_is_that_of_its_models_workers(pair: tuple[Served, Served]):
     """Both models have an adapter of the same content. What one's workers hold says nothing about the other's."""
     ((_, workers, admin), _) = pair
     resident = cluster_pb2.ResidentAdapter(fingerprint=CONTENTS["sql"], load_seconds=0.5)
@@ -198,9 +190,7 @@ async def test_the_cost_of_loading_an_adapter_is_that_of_its_models_workers(
     await until(are_known)
 
 
-async def test_the_adapters_of_a_removed_model_end_with_it_and_are_not_inherited(
-    operator: "redis.Redis", server: RedisProcess
-) -> None:
+async def test_the_adapters_of_a_removed_model_end_with_it_and_are_not_inherited(operator, server):
     async with served(server, "own") as (router, workers, admin):
         await admin.add_adapter("law", "law")
         await admin.add_adapter("sql", "sql", model="other")
@@ -239,9 +229,7 @@ async def test_a_model_that_takes_its_own_place_keeps_its_adapters_unless_it_was
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_request_for_an_adapter_that_is_removed_ends_whole_while_the_other_model_goes_on(
-    pair: tuple[Served, Served],
-) -> None:
+async def test_a_request_for_an_adapter_that_is_removed_ends_whole_while_the_other_model_goes_on(pair):
     ((_, workers, admin), _) = pair
     await admin.add_adapter("sql", "sql", model="other")
     streams = [

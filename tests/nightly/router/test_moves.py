@@ -12,7 +12,7 @@ from blockyard.worker.server import WorkerServer
 
 from tests.unit.router.rig import until
 
-from .rig import BLOCK_BYTES, Cluster, ask, cluster, known_links, outputs, undisturbed
+from .rig import BLOCK_BYTES, EVERYTHING, WISHES, Cluster, ask, cluster, known_links, outputs, undisturbed
 
 __all__ = ["known_links"]
 NUM_BLOCKS = 48
@@ -24,12 +24,6 @@ SMALL = {
 }
 """A pool that holds one long request and a half."""
 MAX_TOKENS = 350
-EVERYTHING: dict[str, Any] = {
-    "logprobs": 2,
-    "frequency_penalty": 0.5,
-    "regex": "[a-z]{2000}",
-    "ignore_eos": False,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +46,6 @@ async def num_moves(here: Cluster) -> list[int]:
     return [loads[name].moves for name in sorted(loads)]
 
 
-async def has_moved(here: Cluster) -> bool:
-    return sum(await num_moves(here)) > 0
-
-
 async def test_a_preempted_sequence_moves_with_its_blocks() -> None:
     asked = [{"seed": seed, "max_tokens": MAX_TOKENS} for seed in range(3)]
     async with cluster(**SMALL) as here:
@@ -64,7 +54,7 @@ async def test_a_preempted_sequence_moves_with_its_blocks() -> None:
         answers = await crowded(here, asked)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         assert {answer.finish.migrations for answer in answers} == {0}, "no worker was lost"
-        await until(lambda: has_moved(here))
+        await until(lambda: is_more(here, 0))
         assert {answer.finish.worker_id for answer in answers} == {"worker-0", "worker-1"}
         reports = here.starts[1].reports
         assert reports
@@ -73,14 +63,8 @@ async def test_a_preempted_sequence_moves_with_its_blocks() -> None:
 
 
 async def test_a_sequence_moves_whatever_it_asked_for() -> None:
-    asked: list[dict[str, Any]] = [
-        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "logprobs": 3},
-        {"temperature": 1.0, "regex": "[a-z]{2000}", "ignore_eos": False},
-        {"temperature": 1.0, "n": 2, "max_tokens": 200, **EVERYTHING},
-    ]
     async with cluster(**SMALL) as here:
-        for first in asked:
+        for first in (*WISHES[2:5], {"temperature": 1.0, "n": 2, "max_tokens": 200, **EVERYTHING}):
             # The one before it in rank keeps its place: what is asked for later moves.
             both = [{"seed": 9, "max_tokens": MAX_TOKENS}, {"seed": 1, "max_tokens": MAX_TOKENS} | first]
             before = sum(await num_moves(here))

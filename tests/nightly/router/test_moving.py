@@ -1,36 +1,23 @@
 """Real workers drained one after another under load: running requests move in mid-stream, and no client sees it."""
 
 import asyncio
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
-from blockyard.router.client.aio import AsyncClient
-from blockyard.worker.config import EngineConfig, WorkerConfig
-from blockyard.worker.server import WorkerServer
 
-from tests.unit.router.fake_worker import SECRET
-from tests.unit.router.rig import MODEL, READY, Router, running_router, until
+from tests.unit.router.rig import READY, Router, until
+
+from .rig import SIMULATED, Cluster, cluster
 
 NUM_STREAMS = 8
 MAX_TOKENS = 60
 
 
-def worker(number: int) -> WorkerServer:
-    engine = EngineConfig(
-        model=str(MODEL), engine="simulated", kv_cache_memory=64 * 2**20, simulated_step_seconds=0.02
-    )
-    return WorkerServer(
-        WorkerConfig(engine=engine, worker_id=f"worker-{number}", cluster_secret=SECRET, redis_url=None)
-    )
-
-
 async def generate(router: Router, seed: int) -> Any:
     sampling = inference_pb2.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=seed, n=2)
-    return await router.inference.Generate(
-        inference_pb2.GenerateRequest(prompt=f"def f_{seed}(x):", sampling=sampling), timeout=120
-    )
+    wanted = inference_pb2.GenerateRequest(prompt=f"def f_{seed}(x):", sampling=sampling)
+    return await router.inference.Generate(wanted, timeout=120)
 
 
 def tokens(answer: Any) -> list[list[int]]:
@@ -38,19 +25,9 @@ def tokens(answer: Any) -> list[list[int]]:
 
 
 @pytest.mark.fault(30)
-async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token(
-    measured: dict[str, Any],
-) -> None:
-    async with AsyncExitStack() as stack:
-        workers = [worker(number) for number in range(2)]
-        addresses = []
-        for one in workers:
-            addresses.append(await one.start())
-            stack.push_async_callback(one.stop, 0.0)
-        router = await stack.enter_async_context(running_router(lost_seconds=20.0, suspect_seconds=10.0))
-        client = await stack.enter_async_context(AsyncClient(router.address))
-        router.server.set_workers(addresses)
-        await until(lambda: are_ready(router, addresses), 60.0)
+async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token(measured: dict[str, Any]):
+    async with cluster(**SIMULATED) as here:
+        router, client = here.router, here.client
         undisturbed = [tokens(await generate(router, seed)) for seed in range(NUM_STREAMS)]
         is_over = asyncio.Event()
         answers: list[tuple[int, Any]] = []
@@ -63,19 +40,22 @@ async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token(
             for seed in range(NUM_STREAMS):
                 tasks.create_task(stream(seed))
             moved = 0
-            for name, address in zip(("worker-0", "worker-1") * 2, addresses * 2, strict=True):
+            for name in ("worker-0", "worker-1") * 2:
                 await until(lambda: is_in_the_middle(router, name), 60.0)  # noqa: B023
                 moved += await client.drain_worker(name, grace_seconds=0.05)
-                states = await router.states()
-                assert states[address] == cluster_pb2.WORKER_STATE_DRAINING
+                assert await states(here) == {name: cluster_pb2.WORKER_STATE_DRAINING, other(name): READY}
                 assert (await client.block_pool(name)).used_blocks == 0
                 await client.resume_worker(name)
-                await until(lambda: are_ready(router, addresses), 60.0)
+                await until(lambda: are_ready(here), 60.0)
             is_over.set()
         measured.update(failed=0, note=f"{moved} requests moved in 4 drains, {len(answers)} answers")
         assert moved > 0
         assert all(tokens(answer) == undisturbed[seed] for seed, answer in answers)
         assert {answer.finish.migrations for _, answer in answers} == {0}, "a drain counts as no death"
+
+
+def other(name: str) -> str:
+    return "worker-1" if name == "worker-0" else "worker-0"
 
 
 async def is_in_the_middle(router: Router, worker_id: str) -> bool:
@@ -86,6 +66,9 @@ async def is_in_the_middle(router: Router, worker_id: str) -> bool:
     )
 
 
-async def are_ready(router: Router, addresses: list[str]) -> bool:
-    states = await router.states()
-    return [states.get(address) for address in addresses] == [READY] * len(addresses)
+async def states(here: Cluster) -> dict[str, int]:
+    return {worker.worker_id: worker.state for worker in await here.client.list_workers()}
+
+
+async def are_ready(here: Cluster) -> bool:
+    return set((await states(here)).values()) == {READY}

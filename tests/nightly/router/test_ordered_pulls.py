@@ -146,9 +146,7 @@ async def test_what_cannot_be_pulled_is_refused_in_words(here: Cluster, source: 
         assert await failure(here.client.pull_prefix(**wanted)) == expected
 
 
-async def test_a_source_of_another_layout_is_refused_in_words(
-    here: Cluster, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_source_of_another_layout_is_refused_in_words(here, source, monkeypatch):
     monkeypatch.setattr(here.workers[1]._exchange._receiver, "_layout", "another")
     with pytest.raises(InvalidRequestError, match="another model, data type, size or layout"):
         await here.client.pull_prefix("worker-1", prompt_token_ids=PROMPT, source_id=source)
@@ -156,9 +154,7 @@ async def test_a_source_of_another_layout_is_refused_in_words(
     here.workers[1]._exchange._receiver._avoided = Avoided()
 
 
-async def test_a_pull_ends_with_the_calls_deadline(
-    here: Cluster, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pull_ends_with_the_calls_deadline(here, source, monkeypatch):
     lender = here.workers[0]._exchange._lender
     for _ in range(4):
         lender._loans.acquire()  # no turn is free

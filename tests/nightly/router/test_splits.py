@@ -15,7 +15,7 @@ from blockyard.router.placement import rates
 
 from tests.unit.router.rig import until
 
-from .rig import Cluster, ask, cluster, known_links, outputs, prompt
+from .rig import WISHES, Cluster, ask, cluster, known_links, outputs, prompt
 
 __all__ = ["known_links"]
 LONG = 700
@@ -32,13 +32,11 @@ def equal_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def answers_of(here: Cluster, asked: list[dict[str, Any]]) -> list[Any]:
+    known = [
+        {"max_tokens": 40, "prompt_token_ids": prompt(seed, LONG + 7 * seed)} for seed in range(len(asked))
+    ]
     return await asyncio.gather(
-        *(
-            ask(
-                here.client, **{"max_tokens": 40, "prompt_token_ids": prompt(seed, LONG + 7 * seed)} | changes
-            )
-            for seed, changes in enumerate(asked)
-        )
+        *(ask(here.client, **own | changes) for own, changes in zip(known, asked, strict=True))
     )
 
 
@@ -61,17 +59,8 @@ async def undisturbed(asked: list[dict[str, Any]]) -> list[Any]:
 
 
 async def test_a_split_request_gets_the_same_tokens_whatever_it_asks_for() -> None:
-    asked: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 1.3, "top_p": 0.9},
-        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "logprobs": 3},
-        {"temperature": 1.0, "regex": "[a-z]{2000}", "ignore_eos": False},
-        {"temperature": 1.0, "logit_bias": {500: 5.0}, "bad_token_ids": [501]},
-        {"temperature": 1.0, "n": 3},
-        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
-    ]
-    asked = [{"seed": seed, **changes} for seed, changes in enumerate(asked)]
+    further = [{"temperature": 1.0, "n": 3}, {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0}]
+    asked = [{"seed": seed, **changes} for seed, changes in enumerate([*WISHES, *further])]
     expected = await undisturbed(asked)
     async with two_workers() as here:
         answers = await answers_of(here, asked)
@@ -84,13 +73,8 @@ async def test_a_split_request_gets_the_same_tokens_whatever_it_asks_for() -> No
 
 async def test_beams_and_short_prompts_are_not_split() -> None:
     short: dict[str, Any] = {"prompt_token_ids": prompt(1, 60), "seed": 1}
-    beams: dict[str, Any] = {
-        "prompt_token_ids": prompt(2, LONG),
-        "seed": 2,
-        "beam_width": 2,
-        "n": 2,
-        "max_tokens": 8,
-    }
+    beams: dict[str, Any] = {"seed": 2, "beam_width": 2, "n": 2, "max_tokens": 8}
+    beams |= {"prompt_token_ids": prompt(2, LONG)}
     expected = await undisturbed([short, beams])
     async with two_workers() as here:
         # One after the other: behind the beams' prompt, a short one would be split.

@@ -72,9 +72,7 @@ def bomb_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-async def test_a_router_loads_no_tokenizer_that_its_process_cannot_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_loads_no_tokenizer_that_its_process_cannot_load(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{")
     load = "blockyard.router.tokenizing.service.load_tokenizer"
     monkeypatch.setattr(load, lambda *_: pytest.fail("it is loaded in the router"))
@@ -118,9 +116,7 @@ async def test_one_call_encodes_names_and_packs(service: TokenizerService, encod
     assert service.num_guarded == 2
 
 
-async def test_the_process_is_replaced_when_it_dies(
-    service: TokenizerService, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_process_is_replaced_when_it_dies(service, caplog):
     first = child_pid(service)
     os.kill(first, signal.SIGKILL)
     answer = await prepared(service)
@@ -186,9 +182,7 @@ async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
         bomb.cancel()
 
 
-async def test_a_long_text_is_encoded_like_a_short_one(
-    service: TokenizerService, encoder: PromptEncoder
-) -> None:
+async def test_a_long_text_is_encoded_like_a_short_one(service: TokenizerService, encoder: PromptEncoder):
     prompt = chat("s", "word " * (LONG_TEXT_CHARACTERS // 4))
     answer = await prepared(service, prompt)
     assert unpack_tokens(answer.token_ids) == encoder.encode(prompt)

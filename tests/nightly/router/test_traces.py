@@ -18,10 +18,9 @@ from tests.unit.router.trace_rig import (
     streamed,
 )
 
-from .rig import ask, cluster, known_links, prompt
+from .rig import SIMULATED, ask, cluster, known_links, prompt
 
 __all__ = ["known_links"]
-SIMULATED = {"engine": "simulated", "deterministic": False, "simulated_step_seconds": 0.01}
 
 
 async def test_a_request_is_one_trace_from_the_clients_context_to_the_last_token() -> None:
@@ -134,9 +133,7 @@ async def die(worker: WorkerServer) -> None:
     await worker._server.stop(None)
 
 
-async def test_a_pull_is_a_span_of_the_worker_that_fetches_with_source_and_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_pull_is_a_span_of_the_worker_that_fetches_with_source_and_bytes(monkeypatch):
     monkeypatch.setattr(link, "PING_SECONDS", 0.05)
     traces = Traces()
     async with cluster(tracer_provider=traces.provider) as here:

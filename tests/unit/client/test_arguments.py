@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,9 +160,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("kind", "told", "call"), MISTAKES)
-def test_a_mistake_is_named_before_anything_is_sent(
-    kind: type[Exception], told: str, call: Callable[[], object]
-) -> None:
+def test_a_mistake_is_named_before_anything_is_sent(kind, told, call):
     with pytest.raises(kind, match=told):
         call()
 
@@ -181,8 +178,6 @@ def test_a_mistake_is_named_before_anything_is_sent(
         (placement_request, {"session": "x"}, "session (did you mean session_id?)"),
     ],
 )
-def test_an_unknown_argument_is_named_with_the_known_one_that_it_resembles(
-    call: Callable[[None, Any], object], arguments: dict[str, Any], told: str
-) -> None:
+def test_an_unknown_argument_is_named_with_the_known_one_that_it_resembles(call, arguments, told):
     with pytest.raises(TypeError, match=f"^{re.escape(f'unknown arguments: {told}')}$"):
         call(None, arguments)

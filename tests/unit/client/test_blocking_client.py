@@ -12,9 +12,7 @@ from tools.blocking_client import SOURCE, TARGET, blocking, main
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_stale_file_fails_the_check_and_is_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stale_file_fails_the_check_and_is_left_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(blocking_client, "_formatted", lambda text: text)
     monkeypatch.setattr("sys.argv", ["blocking_client", "--check"])
     monkeypatch.chdir(tmp_path)

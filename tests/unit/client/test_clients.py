@@ -26,9 +26,7 @@ from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, logp
 from .drivers import Connect, breakable
 
 
-async def test_a_stream_is_deltas_and_then_how_it_ended_and_generate_the_whole(
-    connect: Connect, address: str
-) -> None:
+async def test_a_stream_is_deltas_and_then_how_it_ended_and_generate_the_whole(connect, address):
     deltas = await connect(address).collect("stream", prompt="x")
     shown = [(d.text, d.token_offset, d.finish is None) for d in deltas]
     assert shown == [("Hel", 0, True), ("", 2, True), ("lo", 3, True), ("", 4, False)]
@@ -41,9 +39,7 @@ async def test_a_stream_is_deltas_and_then_how_it_ended_and_generate_the_whole(
     assert (finish.time_to_first_token_seconds, finish.total_seconds) == (0.25, 0.5)
 
 
-async def test_arguments_and_token_reach_the_server(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_arguments_and_token_reach_the_server(connect: Connect, router: ScriptedRouter, address: str):
     driver = connect(address, token="secret", tenant="research")
     await driver.call(
         "generate",
@@ -121,9 +117,7 @@ async def test_a_dead_router_is_left_for_the_next_and_without_retries_its_failur
     assert (await hasty.call("generate", "x")).text == "Hello"
 
 
-async def test_retries_are_counted_and_a_stream_that_began_is_never_retried(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_retries_are_counted_and_a_stream_that_began_is_never_retried(connect, router, address):
     unavailable = Fail(code=grpc.StatusCode.UNAVAILABLE, reason="NO_WORKER")
     router.scripts = [(GOOD_SCRIPT[0], unavailable), (unavailable,)]
     with pytest.raises(UnavailableError):
@@ -144,9 +138,7 @@ async def test_a_router_that_is_not_there_is_named(connect: Connect, dead_addres
         assert str(failure.value) == f"no router answers at {dead_address}: connection refused"
 
 
-async def test_a_connection_that_breaks_in_mid_stream_is_told_as_that(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_a_connection_that_breaks_in_mid_stream_is_told_as_that(connect, router, address):
     router.scripts = [(GOOD_SCRIPT[0], Hang())]
     async with breakable(address) as (way, break_it):
         driver = connect(way)
@@ -198,18 +190,14 @@ async def test_exhaustion_is_final_without_retry_info_or_where_the_deadline_come
     assert len(router.requests) == 1
 
 
-async def test_a_deadline_ends_a_silent_stream(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_a_deadline_ends_a_silent_stream(connect: Connect, router: ScriptedRouter, address: str):
     router.scripts = [(GOOD_SCRIPT[0], Hang())]
     with pytest.raises(TimedOutError):
         await connect(address).call("generate", "x", timeout_seconds=2.0)
     await asyncio.wait_for(router.cancelled.wait(), 60)
 
 
-async def test_closing_a_stream_cancels_it_on_the_server(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_closing_a_stream_cancels_it_on_the_server(connect, router, address):
     router.scripts = [(GOOD_SCRIPT[0], Hang())]
     first = await connect(address).take_one_and_close(prompt="x")
     assert first.text == "Hel"
@@ -247,9 +235,7 @@ SEVERAL = (
 )
 
 
-async def test_several_outputs_may_come_in_any_mixture(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_several_outputs_may_come_in_any_mixture(connect, router, address):
     router.scripts = [SEVERAL]
     deltas = await connect(address).collect("stream", prompt="x", n=2)
     assert [d.index for d in deltas] == [1, 0, 0, 1, 0]
@@ -284,9 +270,7 @@ LOSSY = [(1, script) for script in LOSSY_SCRIPTS.values()] + [
 
 
 @pytest.mark.parametrize(("n", "script"), LOSSY, ids=[*LOSSY_SCRIPTS, *LOSSY_OUTPUTS])
-async def test_a_lost_or_doubled_token_of_any_output_is_an_error(
-    connect: Connect, router: ScriptedRouter, address: str, n: int, script: tuple
-) -> None:
+async def test_a_lost_or_doubled_token_of_any_output_is_an_error(connect, router, address, n, script):
     router.scripts = [script]
     with pytest.raises(LostTokensError):
         await connect(address).call("generate", "x", n=n)
@@ -302,9 +286,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("code", "kind"), ERRORS)
-async def test_an_error_tells_code_reason_and_fields(
-    connect: Connect, router: ScriptedRouter, address: str, code: grpc.StatusCode, kind: type
-) -> None:
+async def test_an_error_tells_code_reason_and_fields(connect, router, address, code, kind):
     router.scripts = [
         (Fail(code=code, reason="TOP_P_RANGE", violations=(("sampling.top_p", "must be in (0, 1]"),)),)
     ]
@@ -370,9 +352,7 @@ async def test_an_argument_that_is_unknown_or_no_text_is_a_type_error_with_its_n
         await connect(address).call(name, *(() if name == "abort" else ("x",)), **wrong)
 
 
-async def test_a_call_continues_the_callers_trace(
-    connect: Connect, router: ScriptedRouter, address: str
-) -> None:
+async def test_a_call_continues_the_callers_trace(connect: Connect, router: ScriptedRouter, address: str):
     driver = connect(address, token="secret")
     parent = SpanContext(trace_id=7, span_id=5, is_remote=False, trace_flags=TraceFlags(1))
     with use_span(NonRecordingSpan(parent)):

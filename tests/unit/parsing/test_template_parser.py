@@ -109,19 +109,7 @@ def test_calls_are_text_where_the_client_has_no_tools() -> None:
 
 
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", "</function>", "<|im_end|>"]
-WORDS += [
-    "<parameter=a>",
-    "</parameter>",
-    "{",
-    '"name": "add"',
-    "}",
-    " ",
-    "\n",
-    "<",
-    "ü",
-    "1",
-    json.dumps({"a": 1}),
-]
+WORDS += [*"{}< \nü1", "<parameter=a>", "</parameter>", '"name": "add"', json.dumps({"a": 1})]
 
 
 @given(text=st.lists(st.sampled_from(WORDS), max_size=16).map("".join), size=st.integers(1, 9))

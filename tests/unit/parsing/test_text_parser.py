@@ -60,15 +60,15 @@ class Case:
         return TextParser(self.calls, self.reasoning, self.tools, is_thinking=self.is_thinking)
 
 
+def case(says: str, text: str, *events: Event, **fields: Any) -> Case:
+    """Return a case of an answer. Without events, all of it is said."""
+    return Case(says=says, text=text, events=[*events] or [Said(text)], **fields)
+
+
 def continued(begun: str, text: str, events: list[Event], **fields: Any) -> Case:
     """Return a case of an answer that the prompt begins."""
-    return Case(
-        says=f"continues {begun!r}",
-        end=PromptEnd("user<|im_end|>", begun),
-        text=text,
-        events=events,
-        **fields,
-    )
+    end = PromptEnd("user<|im_end|>", begun)
+    return case(f"continues {begun!r}", text, *events, end=end, **fields)
 
 
 def call(name: str, arguments: str) -> list[Event]:
@@ -109,175 +109,113 @@ CONTINUED = [
     continued(CALL_HEAD, "2}}", [Said("2}}")], tools=()),
     continued("<think>\nLet me", " see.</think>Hi.", [Said(" see.</think>Hi.")], reasoning=None),
 ]
+CALL_ADD, CALL_WEATHER = call("add", ADD), call("get_weather", WEATHER)
+EMPTY = call("add", "{}")
+NAMED = f"[TOOL_CALLS]add[ARGS]{ADD}[TOOL_CALLS]get_weather[CALL_ID]abc123DEF[ARGS]{WEATHER}"
+LISTED = (
+    f'{{"name": "add", "arguments": {ADD}}}, {{"name": "get_weather", "arguments": {WEATHER}, "id": "abc"}}'
+)
+ONE, OTHER = f'"name": "add", "parameters": {ADD}', f'"name": "get_weather", "parameters": {WEATHER}'
+TWICE = f'{{{ONE}}}; {{"type": "function", {OTHER}}}'
+THOUGHT = "Hm, <tool_call> or <i>not</i>."
 CASES = [
     *CONTINUED,
-    Case(
-        says="plain text",
-        text=" Hello\n\nyou <b>there</b>. \n",
-        events=[Said(" Hello\n\nyou <b>there</b>. \n")],
+    case("plain text", " Hello\n\nyou <b>there</b>. \n"),
+    case(
+        "Qwen3 thinks and calls twice",
+        f"<think>\n{THOUGHT}\n</think>\n\n{tagged('get_weather', WEATHER)}\n{tagged('add', ADD)}",
+        *(Thought(THOUGHT), *CALL_WEATHER, *CALL_ADD),
     ),
-    Case(
-        says="Qwen3 thinks and calls twice",
-        text="<think>\nHm, <tool_call> or <i>not</i>.\n</think>\n\n"
-        f"{tagged('get_weather', WEATHER)}\n{tagged('add', ADD)}",
-        events=[
-            Thought("Hm, <tool_call> or <i>not</i>."),
-            *call("get_weather", WEATHER),
-            *call("add", ADD),
-        ],
+    case(
+        "Qwen3 does not think, and speaks around its call",
+        f"<think>\n\n</think>\n\nOne moment:\n\n{tagged('add', ADD)}\nDone </think>. ",
+        *(Said("One moment:"), *CALL_ADD, Said("Done </think>. ")),
     ),
-    Case(
-        says="Qwen3 does not think, and speaks around its call",
-        text=f"<think>\n\n</think>\n\nOne moment:\n\n{tagged('add', ADD)}\nDone </think>. ",
-        events=[Said("One moment:"), *call("add", ADD), Said("Done </think>. ")],
-    ),
-    Case(
-        says="the prompt has begun the reasoning",
-        text="\nI see.\n</think>\nYes <think>.",
+    case(
+        "the prompt has begun the reasoning",
+        "\nI see.\n</think>\nYes <think>.",
+        *(Thought("I see."), Said("Yes <think>.")),
         is_thinking=True,
-        events=[Thought("I see."), Said("Yes <think>.")],
     ),
-    Case(
-        says="reasoning is cut off",
-        text="<think>I am thinking </thi",
-        events=[Thought("I am thinking </thi")],
+    case("reasoning is cut off", "<think>I am thinking </thi", Thought("I am thinking </thi")),
+    case("a word that is no mark", "<thing> and <tool>"),
+    case("calls are content where the client has no tools", f"Look:\n{tagged('add', ADD)}\n", tools=()),
+    case(
+        "an unknown tool is content",
+        f"Hm.\n{tagged('remove', ADD)}\n{tagged('add', ADD)}",
+        *(Said(f"Hm.\n{tagged('remove', ADD)}"), *CALL_ADD),
     ),
-    Case(says="a word that is no mark", text="<thing> and <tool>", events=[Said("<thing> and <tool>")]),
-    Case(
-        says="calls are content where the client has no tools",
-        text=f"Look:\n{tagged('add', ADD)}\n",
-        tools=(),
-        events=[Said(f"Look:\n{tagged('add', ADD)}\n")],
+    case("bad JSON is content", "<tool_call>\n{'name': 'add'}\n</tool_call>"),
+    case("no JSON at all is content", "The tag <tool_call> begins a call."),
+    case("a call that is cut within its name is content", 'Hm. <tool_call>\n{"name": "ad'),
+    case(
+        "a call that is cut within its arguments has a part of them",
+        '<tool_call>\n{"name": "add", "arguments": {"a": [1, "x\\"',
+        *call("add", '{"a": [1, "x\\"'),
     ),
-    Case(
-        says="an unknown tool is content",
-        text=f"Hm.\n{tagged('remove', ADD)}\n{tagged('add', ADD)}",
-        events=[Said(f"Hm.\n{tagged('remove', ADD)}"), *call("add", ADD)],
+    case(
+        "a call that is cut before its arguments has none",
+        '<tool_call>\n{"name": "add", "argum',
+        CallBegun("add"),
     ),
-    Case(
-        says="bad JSON is content",
-        text="<tool_call>\n{'name': 'add'}\n</tool_call>",
-        events=[Said("<tool_call>\n{'name': 'add'}\n</tool_call>")],
+    case(
+        "an object that is not closed ends with its tag",
+        '<tool_call>{"name": "add", "arguments": {"a": 1}\n</tool_call> So.',
+        *(*call("add", '{"a": 1}'), Said("So.")),
     ),
-    Case(
-        says="no JSON at all is content",
-        text="The tag <tool_call> begins a call.",
-        events=[Said("The tag <tool_call> begins a call.")],
+    case(
+        "arguments that are not closed end with their tag",
+        '<tool_call>{"name": "add", "arguments": {"a": 1\n</tool_call>',
+        *call("add", '{"a": 1\n'),
     ),
-    Case(
-        says="a call that is cut within its name is content",
-        text='Hm. <tool_call>\n{"name": "ad',
-        events=[Said('Hm. <tool_call>\n{"name": "ad')],
+    case(
+        "arguments before the name, and other keys",
+        f'<tool_call>{{"id": 7, "arguments": {ADD}, "name": "add", "more": [1, {{}}]}}</tool_call>',
+        *CALL_ADD,
     ),
-    Case(
-        says="a call that is cut within its arguments has a part of them",
-        text='<tool_call>\n{"name": "add", "arguments": {"a": [1, "x\\"',
-        events=call("add", '{"a": [1, "x\\"'),
+    case("arguments as a string of JSON", tagged("add", json.dumps(ADD)), *CALL_ADD),
+    case(
+        "no arguments",
+        '<tool_call>{"name":"add"}</tool_call><tool_call>{"name": "add", "arguments": null}</tool_call>',
+        *(*EMPTY, *EMPTY),
     ),
-    Case(
-        says="a call that is cut before its arguments has none",
-        text='<tool_call>\n{"name": "add", "argum',
-        events=[CallBegun("add")],
+    case(
+        "a brace too many is content",
+        '<tool_call>{"name":"add","arguments":{}}}</tool_call>',
+        *(*EMPTY, Said("}</tool_call>")),
     ),
-    Case(
-        says="an object that is not closed ends with its tag",
-        text='<tool_call>{"name": "add", "arguments": {"a": 1}\n</tool_call> So.',
-        events=[*call("add", '{"a": 1}'), Said("So.")],
-    ),
-    Case(
-        says="arguments that are not closed end with their tag",
-        text='<tool_call>{"name": "add", "arguments": {"a": 1\n</tool_call>',
-        events=call("add", '{"a": 1\n'),
-    ),
-    Case(
-        says="arguments before the name, and other keys",
-        text=f'<tool_call>{{"id": 7, "arguments": {ADD}, "name": "add", "more": [1, {{}}]}}</tool_call>',
-        events=call("add", ADD),
-    ),
-    Case(
-        says="arguments as a string of JSON",
-        text=f'<tool_call>{{"name": "add", "arguments": {json.dumps(ADD)}}}</tool_call>',
-        events=call("add", ADD),
-    ),
-    Case(
-        says="no arguments",
-        text='<tool_call>{"name":"add"}</tool_call><tool_call>{"name": "add", "arguments": null}</tool_call>',
-        events=[*call("add", "{}"), *call("add", "{}")],
-    ),
-    Case(
-        says="a brace too many is content",
-        text='<tool_call>{"name":"add","arguments":{}}}</tool_call>',
-        events=[*call("add", "{}"), Said("}</tool_call>")],
-    ),
-    Case(
-        says="Llama 3 calls twice",
-        text=f'{{"name": "add", "parameters": {ADD}}}; '
-        f'{{"type": "function", "name": "get_weather", "parameters": {WEATHER}}}',
+    case("Llama 3 calls twice", TWICE, *CALL_ADD, *CALL_WEATHER, calls=LLAMA3),
+    case(
+        "Llama 3 calls after its tag",
+        f'I look. <|python_tag|>{{"name": "add", "parameters": {ADD}}}',
+        *(Said("I look."), *CALL_ADD),
         calls=LLAMA3,
-        events=[*call("add", ADD), *call("get_weather", WEATHER)],
     ),
-    Case(
-        says="Llama 3 calls after its tag",
-        text=f'I look. <|python_tag|>{{"name": "add", "parameters": {ADD}}}',
+    case("Llama 3 answers with JSON of its own", '\n{"answer": {"name": "add"}}\n', calls=LLAMA3),
+    case(
+        "Llama 3 goes on after a call",
+        f'{{"name": "add", "parameters": {ADD}}}; and {{"name": "add"}}',
+        *(*CALL_ADD, Said('; and {"name": "add"}')),
         calls=LLAMA3,
-        events=[Said("I look."), *call("add", ADD)],
     ),
-    Case(
-        says="Llama 3 answers with JSON of its own",
-        text='\n{"answer": {"name": "add"}}\n',
-        calls=LLAMA3,
-        events=[Said('\n{"answer": {"name": "add"}}\n')],
-    ),
-    Case(
-        says="Llama 3 goes on after a call",
-        text=f'{{"name": "add", "parameters": {ADD}}}; and {{"name": "add"}}',
-        calls=LLAMA3,
-        events=[*call("add", ADD), Said('; and {"name": "add"}')],
-    ),
-    Case(
-        says="Llama 3 writes Python",
-        text='<|python_tag|>brave.call(query="x")',
-        calls=LLAMA3,
-        events=[Said('<|python_tag|>brave.call(query="x")')],
-    ),
-    Case(
-        says="Mistral lists its calls",
-        text=f'Well.[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}}}, '
-        f'{{"name": "get_weather", "arguments": {WEATHER}, "id": "abc"}}]',
+    case("Llama 3 writes Python", '<|python_tag|>brave.call(query="x")', calls=LLAMA3),
+    case(
+        "Mistral lists its calls",
+        f"Well.[TOOL_CALLS] [{LISTED}]",
+        *(Said("Well."), *CALL_ADD, *CALL_WEATHER),
         calls=MISTRAL_LIST,
-        events=[Said("Well."), *call("add", ADD), *call("get_weather", WEATHER)],
     ),
-    Case(
-        says="Mistral names its calls",
-        text=f"[TOOL_CALLS]add[ARGS]{ADD}[TOOL_CALLS]get_weather[CALL_ID]abc123DEF[ARGS]{WEATHER}",
-        calls=MISTRAL_NAMED,
-        events=[*call("add", ADD), *call("get_weather", WEATHER)],
-    ),
-    Case(
-        says="Mistral thinks, and names a call without a tag before its arguments",
-        text=f"[THINK]Which one?[/THINK]This one.[TOOL_CALLS]add{ADD}",
+    case("Mistral names its calls", NAMED, *CALL_ADD, *CALL_WEATHER, calls=MISTRAL_NAMED),
+    case(
+        "Mistral thinks, and names a call without a tag before its arguments",
+        f"[THINK]Which one?[/THINK]This one.[TOOL_CALLS]add{ADD}",
+        *(Thought("Which one?"), Said("This one."), *CALL_ADD),
         calls=MISTRAL_NAMED,
         reasoning=MISTRAL_THINK,
-        events=[Thought("Which one?"), Said("This one."), *call("add", ADD)],
     ),
-    Case(
-        says="Mistral names an unknown tool",
-        text=f"[TOOL_CALLS]remove[ARGS]{ADD}",
-        calls=MISTRAL_NAMED,
-        events=[Said(f"[TOOL_CALLS]remove[ARGS]{ADD}")],
-    ),
-    Case(
-        says="Mistral is cut within a name",
-        text="Hm [TOOL_CALLS]get_wea",
-        calls=MISTRAL_NAMED,
-        events=[Said("Hm [TOOL_CALLS]get_wea")],
-    ),
-    Case(
-        says="Mistral is cut before its arguments",
-        text="[TOOL_CALLS]add[AR",
-        calls=MISTRAL_NAMED,
-        events=[Said("[TOOL_CALLS]add[AR")],
-    ),
+    case("Mistral names an unknown tool", f"[TOOL_CALLS]remove[ARGS]{ADD}", calls=MISTRAL_NAMED),
+    case("Mistral is cut within a name", "Hm [TOOL_CALLS]get_wea", calls=MISTRAL_NAMED),
+    case("Mistral is cut before its arguments", "[TOOL_CALLS]add[AR", calls=MISTRAL_NAMED),
 ]
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.says)
 
@@ -294,45 +232,21 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @BY_NAME
-def test_each_text_means_its_events(case: Case) -> None:
-    assert parsed(case, [case.text]) == case.events
-
-
-@BY_NAME
-def test_every_cut_into_two_or_three_and_into_characters_means_the_same(case: Case) -> None:
+def test_each_text_means_its_events_however_it_and_its_beginnings_are_cut(case: Case) -> None:
+    """A beginning is what `max_tokens` leaves of an output."""
     length = len(case.text)
-    assert parsed(case, list(case.text)) == case.events
+    assert parsed(case, [case.text]) == parsed(case, list(case.text)) == case.events
     for first in range(length):
         for second in range(first, min(first + 24, length)):
             assert parsed(case, cut(case.text, [first, second])) == case.events
-
-
-@BY_NAME
-def test_every_beginning_means_the_same_however_it_is_cut(case: Case) -> None:
-    """A beginning is what `max_tokens` leaves of an output."""
-    for end in range(len(case.text)):
+    for end in range(length):
         part = case.text[:end]
         assert parsed(case, list(part)) == parsed(case, [part])
 
 
-ALPHABET = [
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
-    *(
-        "<|python_tag|>",
-        '"name"',
-        '"add"',
-        '"arguments"',
-        '"parameters"',
-        "add",
-        "{",
-        "}",
-        "[",
-        "]",
-        ":",
-        ",",
-    ),
-    *(" ", "\n", ";", '"', "\\", "<", "1", "ü", "🌧", '"name": "add", "arguments": ', "null"),
-]
+MARKS = "<think> </think> <tool_call> </tool_call> [TOOL_CALLS] [ARGS] [THINK] [/THINK] <|python_tag|>"
+SIGNS = '"name" "add" "arguments" "parameters" add { } [ ] : , ; " \\ < 1 ü 🌧 null'
+ALPHABET = [*MARKS.split(), *SIGNS.split(), " ", "\n", '"name": "add", "arguments": ']
 FORMATS = st.sampled_from([HERMES, LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, None])
 
 

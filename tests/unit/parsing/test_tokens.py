@@ -26,16 +26,7 @@ TEMPLATES = {
         f'<think>Höm 🌧</think>Sö 東.<tool_call>{{"name": "look", "arguments": {ARGUMENTS}}}</tool_call>',
     ),
 }
-MARKS = [
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[THINK]",
-    "[/THINK]",
-    "<|python_tag|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-]
+MARKS = "[TOOL_CALLS] [ARGS] [THINK] [/THINK] <|python_tag|> <think> </think> <tool_call>"
 
 
 def pieces(tokens: list[int], size: int) -> Iterable[list[int]]:
@@ -47,7 +38,7 @@ def pieces(tokens: list[int], size: int) -> Iterable[list[int]]:
 def test_an_answer_is_parsed_the_same_in_steps_of_any_number_of_tokens(family: str, are_tokens: bool) -> None:
     tokenizer = load_tokenizer(MODEL)
     tokenizer.chat_template, text = TEMPLATES[family]
-    special = [*MARKS, "</tool_call>", "<|elsewhere|>"]
+    special = [*MARKS.split(), "</tool_call>", "<|elsewhere|>"]
     if are_tokens or family == "llama3":
         tokenizer.add_special_tokens({"additional_special_tokens": special})
     hidden = tokenizer.encode("<|im_start|>") + (tokenizer.encode("<|elsewhere|>") if are_tokens else [])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +47,7 @@ def test_a_context_that_is_no_count_is_refused(stated: object) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_router_knows_the_context_of_a_published_model_before_any_worker_has_come(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_router_knows_the_context_of_a_published_model_before_any_worker_has_come(name, tmp_path):
     shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     facts = read_facts(tmp_path, names=(name,), tokenizer=load_tokenizer(MODEL))

@@ -47,9 +47,7 @@ def folder_with(tmp_path: Path, **files: dict[str, Any]) -> Path:
         ([], [10**9, -1], {TURN_END}),
     ],
 )
-def test_an_answer_ends_at_every_end_token_that_a_file_names(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, generation: Any, config: Any, ends: set[int]
-) -> None:
+def test_an_answer_ends_at_every_end_token_that_a_file_names(tmp_path, tokenizer, generation, config, ends):
     folder = folder_with(
         tmp_path, generation_config={"eos_token_id": generation}, config={"eos_token_id": config}
     )
@@ -64,9 +62,7 @@ def test_an_answer_ends_at_every_end_token_that_a_file_names(
         {"eos_token": "<|im_end|>", "added_tokens_decoder": {"2": {"content": "<|im_end|>"}}},
     ],
 )
-def test_a_worker_finds_the_tokenizers_end_token_however_it_is_spelled(
-    tmp_path: Path, named: dict[str, Any]
-) -> None:
+def test_a_worker_finds_the_tokenizers_end_token_however_it_is_spelled(tmp_path: Path, named: dict[str, Any]):
     nothing = {"eos_token_id": None}
     folder = folder_with(tmp_path, generation_config=nothing, config=nothing, tokenizer_config=named)
     assert load_config(folder).eos_token_ids == {TURN_END}
@@ -77,9 +73,7 @@ def test_a_worker_finds_the_tokenizers_end_token_however_it_is_spelled(
 
 
 @pytest.mark.parametrize("named", ["</s>", [True], {"id": 2}, 1.5])
-def test_an_end_token_that_is_no_id_is_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, named: Any
-) -> None:
+def test_an_end_token_that_is_no_id_is_refused(tmp_path, tokenizer, named):
     folder = folder_with(tmp_path, config={"eos_token_id": named})
     for read in (load_config, lambda one: read_facts(one, names=("m",), tokenizer=tokenizer)):
         with pytest.raises(ValueError, match="eos_token_id"):

@@ -22,9 +22,7 @@ def names(shared: int, own: int, which: int) -> list[bytes]:
 
 
 @given(st.integers(0, 600), st.integers(0, 300), st.integers(0, 300), BLOCK_SIZES)
-def test_a_common_prefix_is_found_to_within_one_distance(
-    shared: int, own: int, others: int, block_size: int
-) -> None:
+def test_a_common_prefix_is_found_to_within_one_distance(shared: int, own: int, others: int, block_size: int):
     told, asked = names(shared, own, 1), names(shared, others, 2)
     known = set(split_marks(marks(told, block_size)))
     depths = marked_depths(len(asked), block_size)

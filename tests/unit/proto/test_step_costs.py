@@ -41,9 +41,7 @@ def test_pairs_count_each_token_with_all_before_it() -> None:
 
 @examples(15)
 @given(MACHINES, st.lists(MIX, min_size=1, max_size=3), st.integers(0, 1000))
-def test_the_fit_expects_the_time_of_more_of_the_same_work(
-    machine: Machine, mixes: list[str], seed: int
-) -> None:
+def test_the_fit_expects_the_time_of_more_of_the_same_work(machine: Machine, mixes: list[str], seed: int):
     chance, costs = Random(seed), StepCosts()
     for _ in range(120):
         costs.observe(machine.row(chance.choice(mixes), chance))
@@ -55,9 +53,7 @@ def test_the_fit_expects_the_time_of_more_of_the_same_work(
 
 @pytest.mark.parametrize("mix", ["chat", "small"])
 @pytest.mark.parametrize("step_seconds", [0.005, 0.02])
-def test_the_rate_is_that_of_the_reference_step_however_small_the_steps(
-    mix: str, step_seconds: float
-) -> None:
+def test_the_rate_is_that_of_the_reference_step_however_small_the_steps(mix: str, step_seconds: float):
     machine, chance, costs = Machine(step_seconds=step_seconds), Random(0), StepCosts()
     costs.observe(machine.row("trial", chance))
     for _ in range(120):

@@ -42,9 +42,7 @@ async def test_closing_cancels_and_waits_for_the_end() -> None:
     assert not len(tasks)
 
 
-async def test_a_failure_is_logged_with_the_name_of_the_task_or_goes_to_its_owner(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failure_is_logged_with_the_name_of_the_task_or_goes_to_its_owner(caplog):
     seen: list[tuple[str, str]] = []
     async with BackgroundTasks(lambda name, error: seen.append((name, str(error)))) as tasks:
         await asyncio.wait({tasks.start(fail(), name="disk watch")})
@@ -87,9 +85,7 @@ async def test_work_beside_a_block_ends_with_the_block_which_may_take_its_result
         assert await task == "done"
 
 
-async def test_a_failure_beside_a_block_is_raised_at_its_end_once_or_logged_where_the_block_fails_too(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failure_beside_a_block_is_raised_at_its_end_once_or_logged_where_the_block_fails_too(caplog):
     reached = []
 
     async def block(*, raises: bool) -> None:

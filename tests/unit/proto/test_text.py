@@ -93,9 +93,7 @@ def test_sentencepiece_deltas_keep_every_space(texts: list[str], sizes: list[int
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
-def test_a_character_of_four_tokens_appears_with_its_last(
-    make: Callable[[], PreTrainedTokenizerBase],
-) -> None:
+def test_a_character_of_four_tokens_appears_with_its_last(make: Callable[[], PreTrainedTokenizerBase]):
     tokenizer = make()
     names = ["ð", "Ł", "ĺ", "Ģ"] if make is byte_level else ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -105,9 +103,7 @@ def test_a_character_of_four_tokens_appears_with_its_last(
 @pytest.mark.parametrize(
     ("make", "token"), [(byte_level, "ÿ"), (byte_level, None), (sentencepiece_like, "<0xFF>")]
 )
-def test_a_long_output_or_endless_garbage_is_decoded_in_a_bounded_window(
-    make: Callable[[], PreTrainedTokenizerBase], token: str | None
-) -> None:
+def test_a_long_output_or_endless_garbage_is_decoded_in_a_bounded_window(make, token):
     tokenizer, text, widths = make(), "", []
     if token is None:
         token_ids = tokenizer("def f(x):\n    return x + 1\n" * 200).input_ids
@@ -148,9 +144,7 @@ def cut_by_checker(text: str, stops: list[str], cuts: list[int]) -> tuple[str, s
     st.lists(st.integers(0, 30), max_size=30),
 )
 @examples(1000, deadline=None)
-def test_a_stop_string_cuts_where_find_says_however_the_text_is_split(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+def test_a_stop_string_cuts_where_find_says_however_the_text_is_split(text, stops, cuts):
     assert cut_by_checker(text, stops, cuts) == cut_by_find(text, stops)
 
 
@@ -174,9 +168,7 @@ def test_a_stop_string_cuts_where_find_says_however_the_text_is_split(
     ],
     ids=["one", "overlapping", "none"],
 )
-def test_only_text_that_may_begin_a_stop_string_is_held_back(
-    stops: list[str], pushes: list[tuple[str, str, str | None]], end: tuple[str, str | None]
-) -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held_back(stops, pushes, end):
     checker = StopChecker(stops)
     assert [(text, *checker.push(text)) for text, _, _ in pushes] == pushes
     assert checker.finish() == end

@@ -44,9 +44,7 @@ def resident(name: str, *, rate: float = 1.0, load: float = 20.0, is_used: bool 
 
 
 @given(SLOTS)
-def test_whatever_a_worker_reports_the_price_is_a_number_that_a_worker_without_slots_exceeds(
-    slots: AdapterSlots,
-) -> None:
+def test_whatever_a_worker_reports_the_price_is_a_number_that_a_worker_without_slots_exceeds(slots):
     price = adapter_ms(WANTED, slots, CONFIG)
     assert isfinite(price)
     assert 0 <= price < NOT_SERVED_MS
@@ -60,9 +58,7 @@ def test_an_adapter_at_hand_costs_nothing_and_any_other_no_less(slots: AdapterSl
 
 
 @given(SLOTS, st.integers(0, 5), st.floats(0, 100), st.floats(0, 100))
-def test_a_busier_victim_never_makes_its_slot_cheaper(
-    slots: AdapterSlots, at: int, rate: float, more: float
-) -> None:
+def test_a_busier_victim_never_makes_its_slot_cheaper(slots: AdapterSlots, at: int, rate: float, more: float):
     if not slots.residents:
         return
     at %= len(slots.residents)
@@ -155,9 +151,7 @@ def report(view: ClusterView, random: Random) -> None:
 
 @examples(40)
 @given(st.randoms(use_true_random=False), st.integers(0, 6))
-def test_the_shortlist_has_the_worker_of_least_cost_with_the_adapter_and_only_able_ones(
-    random: Random, number: int
-) -> None:
+def test_the_shortlist_has_the_worker_of_least_cost_with_the_adapter_and_only_able_ones(random, number):
     view = view_of(24)
     adapter = Adapter(f"f{number}", 10**7)
     view.shortlist((), 100, {}, key=b"")  # makes the table, which later events keep up to date

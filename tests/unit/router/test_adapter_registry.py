@@ -37,9 +37,7 @@ def test_the_changes_that_a_registry_gives_lead_to_the_same_registry(changes: li
 
 
 @given(CHANGES, st.randoms())
-def test_changes_lead_to_the_same_registry_in_any_order_and_number(
-    changes: list[Change], random: Random
-) -> None:
+def test_changes_lead_to_the_same_registry_in_any_order_and_number(changes: list[Change], random: Random):
     changes = [Change(one.name, one.adapter, revision) for revision, one in enumerate(changes)]
     mixed = [*changes, *changes]
     random.shuffle(mixed)

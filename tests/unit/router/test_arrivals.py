@@ -21,9 +21,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_each_worker_has_the_deepest_prefix_of_the_last_seconds(
-    events: list[tuple[str, list[bytes], int, float]],
-) -> None:
+def test_each_worker_has_the_deepest_prefix_of_the_last_seconds(events):
     clock = Clock()
     arrivals = Arrivals[str](clock)
     for worker, names, depth, seconds in events:
@@ -44,9 +42,7 @@ def test_each_worker_has_the_deepest_prefix_of_the_last_seconds(
         st.tuples(st.sampled_from("ab"), st.integers(0, 40), st.booleans(), st.floats(0, 4)), max_size=30
     )
 )
-def test_what_a_worker_withdraws_is_forgotten_until_it_arrives_again(
-    events: list[tuple[str, int, bool, float]],
-) -> None:
+def test_what_a_worker_withdraws_is_forgotten_until_it_arrives_again(events):
     clock = Clock()
     arrivals, until = Arrivals[str](clock), dict[tuple[str, int], float]()
     for worker, depth, is_withdrawn, seconds in events:

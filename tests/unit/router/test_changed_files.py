@@ -125,9 +125,7 @@ async def http_health(router: Router) -> tuple[int, object]:
         return answer.status, await answer.json()
 
 
-async def test_a_router_reads_a_changed_tokenizer_once_its_files_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_reads_a_changed_tokenizer_once_its_files_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("blockyard.router.supervision.FIRST_PAUSE_SECONDS", 0.5)
     folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
     whole = (folder / "tokenizer.json").read_bytes()

@@ -1,11 +1,24 @@
 """ClusterService over real gRPC: the router's view of the cluster, and the workers' own reports."""
 
+import asyncio
+
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.services import interceptor
 
 from .fake_worker import FakeWorker
-from .rig import Router, fields_of, is_idle, reason_of, refused, request, until, worker_of_model
+from .rig import (
+    Router,
+    fields_of,
+    is_idle,
+    reason_of,
+    refused,
+    request,
+    running_router,
+    until,
+    worker_of_model,
+)
 
 READY, REFUSED = cluster_pb2.WORKER_STATE_READY, cluster_pb2.WORKER_STATE_REFUSED
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,9 +47,7 @@ async def cluster_info(router: Router) -> cluster_pb2.ClusterInfo:
     return await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
 
 
-async def test_the_second_of_two_workers_of_one_name_is_refused_in_words_until_the_first_has_gone(
-    router: Router,
-) -> None:
+async def test_the_second_of_two_workers_of_one_name_is_refused_in_words_until_the_first_has_gone(router):
     second = worker_of_model("a", incarnation="another-life")
     async with router.workers(worker_of_model("a")) as (first,), second:
         router.server.set_workers([first.address, second.address])
@@ -55,18 +66,22 @@ async def test_the_second_of_two_workers_of_one_name_is_refused_in_words_until_t
         router.server.set_workers([])
 
 
-async def test_a_watch_tells_of_each_change(router: Router) -> None:
-    watch = router.cluster.WatchWorkers(cluster_pb2.WatchWorkersRequest())
-    messages = aiter(watch)
-    assert list((await anext(messages)).workers) == []
-    async with router.workers(worker_of_model("a")) as (worker,):
-        states = set()
-        while cluster_pb2.WORKER_STATE_READY not in states:
-            states = {w.state for w in (await anext(messages)).workers}
-        worker.hang()
-        while cluster_pb2.WORKER_STATE_SUSPECT not in states:
-            states = {w.state for w in (await anext(messages)).workers}
-    watch.cancel()
+async def test_a_watch_tells_of_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interceptor, "END_SECONDS", 0.2)
+    async with running_router(suspect_seconds=0.5, lost_seconds=2.0) as router:
+        watch = router.cluster.WatchWorkers(cluster_pb2.WatchWorkersRequest())
+        messages = aiter(watch)
+        assert list((await anext(messages)).workers) == []
+
+        async def seen(state: int) -> None:
+            while state not in {w.state for w in (await anext(messages)).workers}:
+                pass
+
+        async with router.workers(worker_of_model("a")) as (worker,), asyncio.timeout(60):
+            await seen(READY)
+            worker.hang()
+            await seen(cluster_pb2.WORKER_STATE_SUSPECT)
+        watch.cancel()
 
 
 async def test_pools_are_asked_of_the_worker_itself(router: Router) -> None:
@@ -94,9 +109,7 @@ BAD_QUESTIONS = [
 ]
 
 
-async def test_a_bad_question_names_its_field_and_a_worker_that_is_not_there_is_told_apart(
-    router: Router,
-) -> None:
+async def test_a_bad_question_names_its_field_and_a_worker_that_is_not_there_is_told_apart(router: Router):
     async with router.workers(worker_of_model("a")) as (worker,):
         for method, fields, field in BAD_QUESTIONS:
             error = await refused(

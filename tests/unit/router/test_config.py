@@ -16,9 +16,7 @@ from blockyard.router.config import RouterConfig, RouterLimits
         ({"tenant_weights": {"a b": 2.0}}, "a tenant's name must be .*, not 'a b'"),
     ],
 )
-def test_a_limit_that_cannot_be_is_named_alike_by_a_router_and_by_up(
-    limits: dict[str, Any], told: str
-) -> None:
+def test_a_limit_that_cannot_be_is_named_alike_by_a_router_and_by_up(limits: dict[str, Any], told: str):
     with pytest.raises(ValueError, match=told):
         RouterConfig(model="demo", **limits)
     with pytest.raises(ValueError, match=told):

@@ -50,9 +50,7 @@ def page_of(*records: WorkerRecord, next_after: int = 0) -> DirectoryPage:
 
 
 @given(st.lists(pages, max_size=20))
-def test_none_but_genuine_addresses_are_believed_and_none_that_answers_is_given_up(
-    told: list[DirectoryPage],
-) -> None:
+def test_none_but_genuine_addresses_are_believed_and_none_that_answers_is_given_up(told: list[DirectoryPage]):
     directory, believed = directory_of(ALIVE), frozenset[str]()
     for page in told:
         directory.take(page)

@@ -11,9 +11,7 @@ from .fake_worker import FakeWorker, Script
 from .rig import is_idle, request, running_router, until, worker_of_model
 
 
-async def test_a_permit_is_free_again_with_the_first_token_at_the_end_or_when_a_waiting_task_is_cancelled() -> (
-    None
-):
+async def test_a_permit_is_free_again_with_the_first_token_at_the_end_or_when_a_waiting_task_is_cancelled():
     quota = GrammarQuota(lambda: 1)
     async with AsyncExitStack() as held, asyncio.TaskGroup() as tasks:
         leaves = [await held.enter_async_context(quota.permit("a")) for _ in range(PERMITS_OF_A_WORKER)]

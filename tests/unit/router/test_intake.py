@@ -94,9 +94,7 @@ async def test_a_message_that_is_there_is_never_charged_even_when_all_is_taken()
         assert await intake.message(there, most_bytes=10**9, peer=peer) == b"whole"
 
 
-async def test_a_slow_message_is_charged_as_the_largest_and_refused_where_there_is_no_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_slow_message_is_charged_as_the_largest_and_refused_where_there_is_no_room(monkeypatch):
     monkeypatch.setattr(bounds, "PROMPT_SECONDS", 0.01)
     intake = Intake(budget_bytes=BUDGET)
     with pytest.raises(Overloaded):
@@ -123,9 +121,7 @@ async def test_a_message_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyP
     assert (intake.held_bytes, intake.num_incomplete) == (0, 0)
 
 
-async def test_messages_beyond_their_number_are_refused_before_they_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_messages_beyond_their_number_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bounds, "MAX_INCOMPLETE", 1)
     intake = Intake(budget_bytes=BUDGET)
     waiting = asyncio.ensure_future(intake.message(never, most_bytes=1, peer=peer))

@@ -83,9 +83,7 @@ async def test_an_idle_loop_is_watched_less_often_and_its_long_sleeps_are_no_pau
     assert watch.seen.worst_seconds == pytest.approx(0.005)
 
 
-async def test_work_once_a_second_ends_no_idle_time_for_longer_than_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_work_once_a_second_ends_no_idle_time_for_longer_than_itself(monkeypatch: pytest.MonkeyPatch):
     loop = IdleLoop([], 0.01, computing_a_second=0.004)
     watch = LoopWatch(0.005, clock=lambda: loop.now, thread_clock=lambda: loop.computing)
     monkeypatch.setattr(asyncio, "sleep", loop.sleep)

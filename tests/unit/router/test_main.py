@@ -4,7 +4,6 @@ import asyncio
 import gc
 import socket
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +18,7 @@ from .rig import ROUTER as ROUTER
 @pytest.mark.parametrize(
     "url", ["redis://:hunter2@h:1/0", "redis://u:hunter2@h", "redis://h?password=hunter2"]
 )
-def test_a_password_of_redis_comes_by_the_environment_and_not_by_an_argument(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_of_redis_comes_by_the_environment_and_not_by_an_argument(url, monkeypatch):
     with pytest.raises(StartError, match="set BLOCKYARD_REDIS_URL instead") as refused:
         _config(_parser().parse_args(["--model", str(MODEL), "--redis-url", url]))
     assert "hunter2" not in str(refused.value)
@@ -40,9 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return main()
 
 
-def test_what_stops_a_router_at_its_start_is_one_line_and_exit_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stops_a_router_at_its_start_is_one_line_and_exit_1(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("not JSON")
     # A router that shares its port on purpose must not get a part of one that does not, nor the other way round.
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
@@ -66,12 +61,13 @@ def test_what_stops_a_router_at_its_start_is_one_line_and_exit_1(
             assert told in log.splitlines()[-1]
 
 
-def test_a_router_whose_background_work_fails_exits_1(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_router_whose_background_work_fails_exits_1(monkeypatch, caplog):
     """An address that gRPC cannot encode ends the link with an unexpected error."""
     assert run(monkeypatch, "--model", str(MODEL), "--worker", "\udcff:1") == 1
-    assert "the router has failed" in [one.message for one in caplog.records if one.levelname == "CRITICAL"]
+    (fatal,) = (
+        one for one in caplog.records if one.name == "blockyard.router.server" and one.levelname == "CRITICAL"
+    )
+    assert "the router has failed" in fatal.message
 
 
 @pytest.mark.parametrize(
@@ -88,9 +84,7 @@ def test_a_router_whose_background_work_fails_exits_1(
         ("--worker", "a:65536", "--worker must be HOST:PORT, such as 127.0.0.1:50061, not 'a:65536'"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_told_by_name_before_anything_starts(
-    option: str, value: str, told: str
-) -> None:
+def test_an_option_that_makes_no_sense_is_told_by_name_before_anything_starts(option, value, told):
     with pytest.raises(StartError) as refusal:
         _config(_parser().parse_args(["--model", "nowhere", option, value]))
     assert str(refusal.value) == told

@@ -18,6 +18,7 @@ from blockyard.router.adapters.registry import Change, RegisteredAdapter
 from blockyard.router.composition import adapter_log, build_group, build_shared
 from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.model_groups import ModelGroups
+from blockyard.router.services import interceptor
 from blockyard.router.supervision import Attempts
 
 from .fake_worker import FakeWorker, Script, expected_tokens
@@ -224,9 +225,8 @@ async def test_models_come_and_go_under_load_without_a_failed_request(goes: str)
         await asyncio.gather(*loads)
 
 
-async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(caplog, monkeypatch):
+    monkeypatch.setattr(interceptor, "END_SECONDS", 0.2)
     async with served(OTHER) as (router, workers):
         workers["other"].script = lambda submit: Script(hang_after=1)
         running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
@@ -284,9 +284,7 @@ async def test_each_model_has_a_log_of_adapters_and_one_that_was_added_again_ano
         assert adapter_log(without_redis, OTHER) is None
 
 
-def test_a_model_that_cannot_be_served_is_tried_again_at_longer_intervals_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_that_cannot_be_served_is_tried_again_at_longer_intervals_and_logged_once(caplog):
     seconds = 0.0
     attempts = Attempts(lambda: seconds)
     models = (DEMO, OTHER)

@@ -181,9 +181,7 @@ def test_a_merged_piece_keeps_the_prompts_logprobs_whichever_part_has_them() -> 
 
 @pytest.mark.parametrize("include_stop", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_a_stop_string_is_shown_only_where_it_is_asked_for(
-    tokenizer: Any, size: int, include_stop: bool
-) -> None:
+def test_a_stop_string_is_shown_only_where_it_is_asked_for(tokenizer: Any, size: int, include_stop: bool):
     tokens = tokenizer.encode("first second third fourth", add_special_tokens=False)
     output = TextOutput(tokenizer, stop=["third"], min_tokens=0, include_stop=include_stop)
     text = ""
@@ -200,9 +198,7 @@ def test_a_stop_string_is_shown_only_where_it_is_asked_for(
     ("skip_special", "include_stop", "text"),
     [(True, True, "a b"), (False, False, "a<|im_start|> b"), (False, True, "a<|im_start|> b<|im_end|>")],
 )
-def test_special_tokens_are_text_only_where_they_are_asked_for(
-    tokenizer: Any, skip_special: bool, include_stop: bool, text: str
-) -> None:
+def test_special_tokens_are_text_only_where_they_are_asked_for(tokenizer, skip_special, include_stop, text):
     tokens = tokenizer.encode("a<|im_start|> b<|im_end|>", add_special_tokens=False)
     output = TextOutput(
         tokenizer, stop=[], min_tokens=0, include_stop=include_stop, skip_special=skip_special

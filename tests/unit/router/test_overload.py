@@ -99,9 +99,7 @@ async def burst(
     [(10, MAX_ALONE), (50, (MAX_TOKENS - MAX_TOKENS // 16) // 50)],
     ids=["requests", "tokens"],
 )
-async def test_a_burst_meets_a_limit_exactly_and_leaves_nothing_behind(
-    tight: Router, prompt_tokens: int, limit: int
-) -> None:
+async def test_a_burst_meets_a_limit_exactly_and_leaves_nothing_behind(tight, prompt_tokens, limit):
     async with tight.workers(slow_worker()):
         for _ in range(2):
             admitted, errors = await burst(tight, prompt_tokens=prompt_tokens, limit=limit)

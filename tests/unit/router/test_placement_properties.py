@@ -152,13 +152,7 @@ def test_a_pull_is_planned_only_where_it_pays_for_the_request_and_others_lose_no
 
 
 @given(CANDIDATE, COUNTS, CONFIGS, SOURCES, st.floats(1, 1e6))
-def test_a_pull_that_pays_also_pays_over_a_faster_link(
-    candidate: Candidate,
-    prompt_tokens: int,
-    config: PlacementConfig,
-    sources: list[PullSource],
-    factor: float,
-) -> None:
+def test_a_pull_that_pays_also_pays_over_a_faster_link(candidate, prompt_tokens, config, sources, factor):
     (slow,) = score_all(prompt_tokens, [candidate], config, sources)
     link = candidate.link._replace(bytes_per_ms=candidate.link.bytes_per_ms * factor)
     (fast,) = score_all(prompt_tokens, [candidate._replace(link=link)], config, sources)
@@ -178,9 +172,7 @@ def test_sources_that_have_no_more_than_the_workers_change_nothing(
 
 
 @given(st.integers(1000, 100_000), st.integers(0, 255), CONFIGS)
-def test_a_pulled_prompt_avoids_many_short_ones_as_a_computed_one_does(
-    prompt_tokens: int, sequences: int, config: PlacementConfig
-) -> None:
+def test_a_pulled_prompt_avoids_many_short_ones_as_a_computed_one_does(prompt_tokens, sequences, config):
     """Two workers that differ in their sequences alone differ in their cost as much with a pull as without."""
     link = Link(setup_ms=1.0, bytes_per_ms=1e9, token_bytes=100_000.0)
     few, many = (
@@ -236,9 +228,7 @@ def test_a_winner_is_near_the_least_cost_and_the_order_of_candidates_is_nothing(
 
 
 @given(REQUESTS, CANDIDATES, CONFIGS)
-def test_a_sessions_worker_never_wins_against_more_than_a_tie(
-    request_: PlacementRequest, candidates: list[Candidate], config: PlacementConfig
-) -> None:
+def test_a_sessions_worker_never_wins_against_more_than_a_tie(request_, candidates, config):
     placement = place(replace(request_, index_available=True), candidates, "prefix", Random(0), config)
     least = placement.scores[0].cost
     assert placement.chosen.cost <= least + max(config.near_equal_ms, config.near_equal_fraction * least)
@@ -284,9 +274,7 @@ def test_more_load_never_costs_less_and_more_cache_never_more(
 
 
 @given(CANDIDATE, COUNTS, st.integers(0, 2**20), CONFIGS)
-def test_a_longer_prompt_never_costs_less(
-    candidate: Candidate, prompt_tokens: int, more: int, config: PlacementConfig
-) -> None:
+def test_a_longer_prompt_never_costs_less(candidate, prompt_tokens, more, config):
     longer = _score(prompt_tokens + more, candidate, config).total_ms
     assert _score(prompt_tokens, candidate, config).total_ms <= longer * (1 + 1e-9)
 
@@ -314,9 +302,7 @@ def test_a_hot_prefix_replicates_once_recomputing_is_faster_than_waiting(
 
 
 @given(REQUESTS, CANDIDATES, st.integers(0, 2**32))
-def test_two_choices_never_picks_the_worse_of_its_two(
-    request_: PlacementRequest, candidates: list[Candidate], seed: int
-) -> None:
+def test_two_choices_never_picks_the_worse_of_its_two(request_, candidates, seed):
     class Sampler(Random):
         def sample(self, population: Any, k: int) -> Any:
             self.drawn = super().sample(population, k)
@@ -330,9 +316,7 @@ def test_two_choices_never_picks_the_worse_of_its_two(
 
 
 @given(REQUESTS, CANDIDATES, st.floats(0, 10))
-def test_dynamos_cost_is_its_formula(
-    request_: PlacementRequest, candidates: list[Candidate], weight: float
-) -> None:
+def test_dynamos_cost_is_its_formula(request_: PlacementRequest, candidates: list[Candidate], weight: float):
     config = PlacementConfig(dynamo_overlap_score_weight=weight)
     placement = place(request_, candidates, "dynamo", Random(0), config)
     by_address = {candidate.address: candidate for candidate in candidates}
@@ -345,9 +329,7 @@ def test_dynamos_cost_is_its_formula(
 
 
 @given(CANDIDATES, st.integers(0, 2**32), st.integers(1, 5))
-def test_round_robin_gives_every_worker_as_many_turns(
-    candidates: list[Candidate], first_turn: int, rounds: int
-) -> None:
+def test_round_robin_gives_every_worker_as_many_turns(candidates, first_turn, rounds):
     turns = range(first_turn, first_turn + rounds * len(candidates))
     taken = [
         place(
@@ -380,9 +362,7 @@ def workers_with(loads: list[int]) -> list[Candidate]:
 
 
 @given(KEYS, LOADS, st.randoms(use_true_random=False), st.integers())
-def test_every_router_sends_a_new_prefix_to_the_same_of_equal_workers(
-    key: bytes, loads: list[int], chance: Random, seed: int
-) -> None:
+def test_every_router_sends_a_new_prefix_to_the_same_of_equal_workers(key, loads, chance, seed):
     workers = workers_with(loads)
     shuffled = chance.sample(workers, len(workers))
     assert fresh(key, workers) == fresh(key, shuffled, seed)

@@ -45,18 +45,15 @@ def report(end: str, **numbers: float) -> session_pb2.PullReport:
     return session_pb2.PullReport(end=session_pb2.PullEnd.Value(f"PULL_END_{end.upper()}"), **numbers)
 
 
-def test_there_is_a_word_for_each_end_on_the_wire() -> None:
+def test_there_is_a_word_for_each_end_and_a_value_for_each_verdict_on_the_wire() -> None:
     values = session_pb2.PullReport.DESCRIPTOR.fields_by_name["end"].enum_type.values
     names = {value.name.removeprefix("PULL_END_").lower() for value in values}
     assert names - {"unspecified"} == set(PULL_ENDS)
-
-
-def test_each_verdict_has_its_value_on_the_wire() -> None:
     assert set(PULL_VERDICTS) == set(PullVerdict)
     assert len(set(PULL_VERDICTS.values())) == len(PullVerdict)
 
 
-def test_a_whole_pull_counts_its_blocks_bytes_times_and_the_estimated_saving() -> None:
+def test_a_whole_pull_counts_its_blocks_bytes_times_and_the_estimated_saving_and_no_other_end_saves() -> None:
     pulls = Pulls(Clock())
     pull = pulls.begin("r", "w0", PLAN)
     brought = report("whole", num_blocks=4, num_bytes=4000, setup_seconds=0.5, transfer_seconds=0.25)
@@ -71,16 +68,13 @@ def test_a_whole_pull_counts_its_blocks_bytes_times_and_the_estimated_saving() -
         "router_pull_transfer_seconds": 0.25,
     }
     assert pull.seconds(200.0) == 0.75
-
-
-@pytest.mark.parametrize("end", [end for end in PULL_ENDS if end != "whole"])
-def test_no_other_end_counts_as_a_saving(end: str) -> None:
-    pulls = Pulls(Clock())
-    pull = pulls.begin("r", "w0", PLAN)
-    pulls.end(pull, report(end, num_blocks=3, num_bytes=3000))
-    readings = pulls.readings()
-    assert (readings["router_pulls"], readings["router_pull_saved_seconds"]) == ({end: 1}, 0.0)
-    assert (readings["router_pulled_blocks"], pull.saved_ms) == (3, 0.0)
+    for end in set(PULL_ENDS) - {"whole"}:
+        pulls = Pulls(Clock())
+        pull = pulls.begin("r", "w0", PLAN)
+        pulls.end(pull, report(end, num_blocks=3, num_bytes=3000))
+        readings = pulls.readings()
+        assert (readings["router_pulls"], readings["router_pull_saved_seconds"]) == ({end: 1}, 0.0)
+        assert (readings["router_pulled_blocks"], pull.saved_ms) == (3, 0.0)
 
 
 def test_a_pull_without_a_report_is_cancelled_unless_the_request_had_its_first_token() -> None:
@@ -126,9 +120,7 @@ def test_pulls_of_several_models_are_shown_in_one_order_and_no_more_of_them_than
 
 
 @given(st.lists(REPORTS, max_size=3 * MOST_RECENT), st.integers(0, 3 * MOST_RECENT))
-def test_whatever_workers_report_counters_only_grow_and_few_pulls_are_kept(
-    reports: list[session_pb2.PullReport], num_running: int
-) -> None:
+def test_whatever_workers_report_counters_only_grow_and_few_pulls_are_kept(reports, num_running):
     pulls = Pulls(Clock())
     for number, told in enumerate(reports, start=1):
         before = pulls.readings()
@@ -144,38 +136,20 @@ def test_whatever_workers_report_counters_only_grow_and_few_pulls_are_kept(
     assert len(pulls.recent()) <= 2 * MOST_RECENT
 
 
-@pytest.mark.parametrize(
-    ("end", "level"),
-    [
-        ("fewer", logging.INFO),
-        ("refused", logging.INFO),
-        ("unreachable", logging.INFO),
-        ("cut", logging.INFO),
-        ("late", logging.INFO),
-        ("corrupt", logging.WARNING),
-        ("whole", logging.DEBUG),
-        ("cancelled", logging.DEBUG),
-        ("avoided", logging.DEBUG),
-    ],
-)
-def test_each_end_is_one_line_of_the_log_with_workers_blocks_and_times(
-    caplog: pytest.LogCaptureFixture, end: str, level: int
-) -> None:
+def test_each_end_is_one_line_of_the_log_with_workers_blocks_and_times(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     requests: list[str] = []
     caplog.handler.addFilter(lambda record: requests.append(REQUEST_ID.get()) is None)
-    pulls = Pulls(Clock())
-    pulls.end(
-        pulls.begin("r", "w0", PLAN), report(end, num_blocks=3, setup_seconds=0.01, transfer_seconds=0.03)
-    )
-    assert caplog.record_tuples == [
-        (
-            "blockyard.router.generation.pulls",
-            level,
-            f"pull 1 of worker w0 from worker w1 ended {end}: 3 blocks, 40 ms of 20 planned",
-        )
-    ]
-    assert requests == ["r"]
+    levels = {"corrupt": logging.WARNING} | dict.fromkeys(("whole", "cancelled", "avoided"), logging.DEBUG)
+    for end in ("fewer", "refused", "unreachable", "cut", "late", *levels):
+        caplog.clear()
+        pulls = Pulls(Clock())
+        pull = pulls.begin("r", "w0", PLAN)
+        pulls.end(pull, report(end, num_blocks=3, setup_seconds=0.01, transfer_seconds=0.03))
+        told = f"pull 1 of worker w0 from worker w1 ended {end}: 3 blocks, 40 ms of 20 planned"
+        expected = ("blockyard.router.generation.pulls", levels.get(end, logging.INFO), told)
+        assert caplog.record_tuples == [expected]
+    assert set(requests) == {"r"}
 
 
 def pulling_worker(name: str, script: Script, *, queued: int) -> FakeWorker:
@@ -243,36 +217,34 @@ async def test_a_request_knows_its_last_pull_as_its_worker_reported_it() -> None
         )
 
 
+def lending_bytes(made: Rig) -> int:
+    worker = made.fleet.view.at(made.workers[0].address)
+    found = worker and made.fleet.view.pull_source(worker, 1, 100)
+    return found.lending_bytes if found else -1
+
+
+async def cancelled(running: asyncio.Task[Progress]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_worker_that_needed_no_pull_leaves_no_trace_and_no_bytes_in_flight() -> None:
     async with two_workers(Script()) as made:
-        before = [worker.address for worker in made.workers]
         await run(made)
         assert made.relay.pulls.recent() == []
         assert made.relay.pulls.readings()["router_pulls"] == {}
-        source = made.fleet.view.at(before[0])
-        assert source is not None
-        found = made.fleet.view.pull_source(source, 1, 100)
-        assert found is not None
-        assert found.lending_bytes == 0
+        assert lending_bytes(made) == 0
 
 
 async def test_the_first_token_ends_the_bytes_in_flight_of_a_pull_that_is_not_reported() -> None:
     async with two_workers(Script(hang_after=1, step_seconds=0.5)) as made:
-        view, (source, taker) = made.fleet.view, (worker.address for worker in made.workers)
-
-        def lending_bytes() -> int:
-            worker = view.at(source)
-            found = worker and view.pull_source(worker, 1, 100)
-            return found.lending_bytes if found else -1
-
         running = asyncio.create_task(run(made))
-        await made.until(lambda: lending_bytes() > 0)
-        await made.until(lambda: lending_bytes() == 0)
-        booked = view.at(taker)
+        await made.until(lambda: lending_bytes(made) > 0)
+        await made.until(lambda: lending_bytes(made) == 0)
+        booked = made.fleet.view.at(made.workers[1].address)
         assert booked is not None
         assert booked.booked, "the request still runs"
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancelled(running)
 
 
 async def test_a_request_that_leaves_before_its_first_token_cancels_its_pull() -> None:
@@ -281,8 +253,7 @@ async def test_a_request_that_leaves_before_its_first_token_cancels_its_pull() -
         await made.until(lambda: bool(made.relay.pulls.recent()))
         (pull,) = made.relay.pulls.recent()
         assert pull.end == ""
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancelled(running)
         assert pull.end == "cancelled"
 
 

@@ -31,9 +31,7 @@ def ask(limits: RateLimits, *who: Limited, tokens: int = 0, used: int = 0) -> Ra
     st.integers(1, 500),
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 700)), min_size=1, max_size=60),
 )
-def test_in_no_window_is_more_let_in_than_the_rate_and_a_burst(
-    requests: int, tokens: int, calls: list[tuple[float, int]]
-) -> None:
+def test_in_no_window_is_more_let_in_than_the_rate_and_a_burst(requests, tokens, calls):
     clock = Clock()
     limits, ann = RateLimits(clock), limited(requests=requests, tokens=tokens)
     admitted: list[tuple[float, int]] = []
@@ -51,9 +49,7 @@ def test_in_no_window_is_more_let_in_than_the_rate_and_a_burst(
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 500), st.lists(st.integers(0, 700), min_size=1, max_size=40))
-def test_whoever_comes_back_when_it_is_told_to_is_let_in(
-    requests: int, tokens: int, calls: list[int]
-) -> None:
+def test_whoever_comes_back_when_it_is_told_to_is_let_in(requests: int, tokens: int, calls: list[int]):
     clock = Clock()
     limits, ann = RateLimits(clock), limited(requests=requests, tokens=tokens)
     for wanted in calls:
@@ -105,9 +101,7 @@ def test_a_call_larger_than_a_minute_takes_a_full_bucket_and_owes_the_rest() -> 
 
 @settings(deadline=None)
 @given(st.integers(0, 900), st.integers(0, 900), st.lists(st.floats(0, 90), max_size=5))
-def test_what_a_call_owes_does_not_depend_on_who_looks_while_it_runs(
-    wanted: int, used: int, pauses: list[float]
-) -> None:
+def test_what_a_call_owes_does_not_depend_on_who_looks_while_it_runs(wanted, used, pauses):
     remaining = []
     for is_looked_at in (False, True):
         clock = Clock()

@@ -90,9 +90,7 @@ def test_equal_machines_are_believed_equal_whatever_their_work(mixes: list[str],
 @given(
     st.sampled_from([0.25, 0.5, 2.0, 4.0]), MIX, st.lists(MIX, min_size=3, max_size=5), st.integers(0, 1000)
 )
-def test_a_machine_of_another_speed_is_believed_so_whatever_its_work(
-    slowness: float, own: str, others: list[str], seed: int
-) -> None:
+def test_a_machine_of_another_speed_is_believed_so_whatever_its_work(slowness, own, others, seed):
     reporters = [Reporter(own, slowness=slowness), *map(Reporter, others)]
     first, *rest = believed(reporters, num_rows=60, seed=seed)
     assert 0.5 <= log(first) / log(slowness) <= 1.1
@@ -101,9 +99,7 @@ def test_a_machine_of_another_speed_is_believed_so_whatever_its_work(
 
 @examples(10)
 @given(MIX, st.lists(MIX, min_size=3, max_size=5), st.integers(0, 1000))
-def test_a_machine_that_becomes_slow_and_recovers_is_believed_after_some_rows(
-    own: str, others: list[str], seed: int
-) -> None:
+def test_a_machine_that_becomes_slow_and_recovers_is_believed_after_some_rows(own, others, seed):
     reporters = [Reporter(own), *map(Reporter, others)]
     chance, cluster = Random(seed), ClusterSpeeds(half_life_seconds=HALF_LIFE)
     speeds = [WorkerSpeed() for _ in reporters]
@@ -139,9 +135,7 @@ def test_no_report_makes_a_speed_that_is_no_number(loads: list[cluster_pb2.Worke
 
 
 @given(DIFFERENCES, st.integers(0, 100), st.integers(0, 100))
-def test_more_rows_are_trusted_more_and_nothing_beyond_what_was_measured(
-    difference: float, rows: int, more: int
-) -> None:
+def test_more_rows_are_trusted_more_and_nothing_beyond_what_was_measured(difference, rows, more):
     few, many = shrunk(difference, rows), shrunk(difference, rows + more)
     assert abs(few) <= abs(many) <= abs(difference)
     assert few * difference >= 0

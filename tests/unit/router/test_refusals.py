@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import shutil
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -41,9 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
         ({"cache_salt": "a/b"}, "cache_salt"),
     ],
 )
-async def test_a_bad_field_is_invalid_and_named(
-    router: Router, worker: FakeWorker, fields: dict[str, Any], field: str
-) -> None:
+async def test_a_bad_field_is_invalid_and_named(router, worker, fields, field):
     for method in (router.inference.Generate, router.inference.GenerateStream):
         error = await refused(method(request(**fields)))
         assert (error.code(), fields_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
@@ -75,9 +71,7 @@ async def test_a_prompt_over_the_context_has_a_reason_of_its_own(router: Router,
             assert reason_of(await refused(router.inference.Generate(tokens))) == "CONTEXT_LENGTH_EXCEEDED"
 
 
-async def test_a_prompt_over_the_first_context_of_longrope_is_refused_before_any_worker_has_come(
-    tmp_path: Path,
-) -> None:
+async def test_a_prompt_over_the_first_context_of_longrope_is_refused_before_any_worker_has_come(tmp_path):
     shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
     stated = json.loads((tmp_path / "config.json").read_text())
     factors = [1.0] * (stated["head_dim"] // 2)
@@ -120,9 +114,7 @@ async def test_malformed_bytes_to_health_and_cluster_are_invalid_too(router: Rou
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_unknown_model_is_not_found_and_its_own_name_is_served(
-    router: Router, worker: FakeWorker
-) -> None:
+async def test_an_unknown_model_is_not_found_and_its_own_name_is_served(router: Router, worker: FakeWorker):
     error = await refused(router.inference.Generate(request(model="other")))
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
     assert error.details() == "The model `other` does not exist. Served here: `demo`."
@@ -131,9 +123,7 @@ async def test_an_unknown_model_is_not_found_and_its_own_name_is_served(
     assert await router.inference.Generate(request(model="demo"))
 
 
-async def test_beyond_the_limit_requests_are_refused_at_once_with_a_delay(
-    router: Router, worker: FakeWorker
-) -> None:
+async def test_beyond_the_limit_requests_are_refused_at_once_with_a_delay(router: Router, worker: FakeWorker):
     streams = [router.inference.GenerateStream(request(sampling=FOREVER)) for _ in range(8)]
     for stream in streams:
         await anext(aiter(stream))
@@ -148,9 +138,7 @@ async def test_beyond_the_limit_requests_are_refused_at_once_with_a_delay(
     assert await router.inference.Generate(request())
 
 
-async def test_every_call_that_costs_work_is_admitted_like_a_generation(
-    router: Router, worker: FakeWorker
-) -> None:
+async def test_every_call_that_costs_work_is_admitted_like_a_generation(router: Router, worker: FakeWorker):
     streams = [router.inference.GenerateStream(request(sampling=FOREVER)) for _ in range(8)]
     for stream in streams:
         await anext(aiter(stream))
@@ -168,9 +156,7 @@ async def test_every_call_that_costs_work_is_admitted_like_a_generation(
     assert (await router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x"))).token_ids
 
 
-async def test_text_that_no_context_could_hold_never_reaches_the_tokeniser(
-    router: Router, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_text_that_no_context_could_hold_never_reaches_the_tokeniser(router, worker, monkeypatch):
     asked: list[object] = []
     monkeypatch.setattr(TokenizerService, "prepare", lambda *arguments, **_: asked.append(arguments))
     huge = "word " * 1_000_000
@@ -183,9 +169,7 @@ async def test_text_that_no_context_could_hold_never_reaches_the_tokeniser(
     assert asked == []
 
 
-async def test_engine_failures_are_internal_and_say_nothing_of_the_request(
-    router: Router, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_engine_failures_are_internal_and_say_nothing_of_the_request(router, caplog):
     failing = worker_of_model("a", script=lambda submit: Script(fail_after=2))
     with caplog.at_level(logging.DEBUG):
         async with router.workers(failing):

@@ -14,7 +14,6 @@ from blockyard.router.errors import (
     NoWorkers,
     PoisonRequest,
     RequestTooLarge,
-    RouterError,
     WorkerLost,
 )
 from blockyard.router.generation.attempt import Progress
@@ -105,9 +104,7 @@ async def test_a_worker_that_dies_or_hangs_costs_no_token_and_doubles_none(kind:
         only_first(Script(skip_token=True)),
     ],
 )
-async def test_rows_are_joined_by_offset_and_a_worker_that_skips_a_token_is_not_believed(
-    scripts: Script | Scripts,
-) -> None:
+async def test_rows_are_joined_by_offset_and_a_worker_that_skips_a_token_is_not_believed(scripts):
     async with rig(*workers_of(scripts)) as made:
         await whole(made, 2)
 
@@ -152,9 +149,7 @@ async def test_a_request_that_kills_two_workers_is_tried_on_no_third_and_harms_n
     ],
     ids=["connections that break", "a failed step"],
 )
-async def test_no_request_is_given_up_for_what_it_did_not_cause(
-    script: Callable[[], Scripts], names: str, migrations: int
-) -> None:
+async def test_no_request_is_given_up_for_what_it_did_not_cause(script, names, migrations):
     async with rig(*workers_of(script(), names)) as made:
         assert (await whole(made)).num_migrations == migrations
 
@@ -278,9 +273,7 @@ async def test_a_request_that_all_workers_preempt_moves_four_times_and_then_stay
     ],
     ids=["too large", "invalid", "every engine fails", "gives back what it must keep", "or has not begun"],
 )
-async def test_what_no_other_worker_would_cure_is_soon_given_up(
-    script: Script, names: str, error: type[RouterError], num_submits: int
-) -> None:
+async def test_what_no_other_worker_would_cure_is_soon_given_up(script, names, error, num_submits):
     async with rig(*workers_of(script, names)) as made:
         with pytest.raises(error):
             await collect(made, generation())
@@ -292,9 +285,7 @@ async def test_what_no_other_worker_would_cure_is_soon_given_up(
 async def test_silence_makes_no_poison() -> None:
     hanging = [FakeWorker(name, script=only_first(Script(hang_after=0))) for name in "ab"]
     async with rig(*hanging, lost_seconds=1.0) as made:
-        progress = Progress()
-        assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
-        assert progress.num_migrations == 2
+        assert (await whole(made)).num_migrations == 2
 
 
 async def test_cancelling_the_run_cancels_on_the_worker_at_once() -> None:

@@ -85,9 +85,7 @@ async def test_outputs_come_interleaved_and_each_in_order() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 10])
-async def test_a_lost_worker_costs_no_output_a_token_and_ended_ones_are_not_asked_for_again(
-    after: int,
-) -> None:
+async def test_a_lost_worker_costs_no_output_a_token_and_ended_ones_are_not_asked_for_again(after: int):
     lengths = (20, 4, 11)
     async with rig(
         *first_then_well(Script(die_after=after, lengths=lengths), Script(lengths=lengths))
@@ -208,9 +206,7 @@ def row(index: int, *, is_last: bool = False, offset: int = 0, token_ids: Sequen
     )
 
 
-def test_rows_of_an_ended_output_are_nothing_and_beams_that_begin_anew_are_asked_for_the_missing_ones() -> (
-    None
-):
+def test_rows_of_an_ended_output_are_nothing_and_beams_that_begin_anew_are_asked_for_the_missing_ones():
     outputs = Outputs(session_pb2.EngineSampling(n=2))
     outputs.end(1)
     for index in (1, 2):

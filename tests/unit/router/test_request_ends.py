@@ -50,9 +50,7 @@ async def test_a_cancelled_call_ends_on_the_worker_at_once(router: Router, worke
     assert await router.requests() == []
 
 
-async def test_cancelled_calls_leave_nothing_to_the_garbage_collector(
-    router: Router, worker: FakeWorker
-) -> None:
+async def test_cancelled_calls_leave_nothing_to_the_garbage_collector(router: Router, worker: FakeWorker):
     """Its walk over what many calls left that ended in one moment would stop the loop."""
     gc.collect()
     gc.disable()
@@ -160,9 +158,7 @@ class Ending(grpc.GenericRpcHandler):
 
 
 @pytest.mark.parametrize("kind", ["error", "stream", "answer"])
-async def test_what_is_sent_to_a_client_that_is_gone_is_no_error(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_sent_to_a_client_that_is_gone_is_no_error(kind: str, caplog: pytest.LogCaptureFixture):
     """gRPC may report that the sending has failed before it reports the end of the call."""
     configure_logging()
     boundary = BoundaryInterceptor(CallGate(None), Intake(), message_bytes=1000)

@@ -41,9 +41,7 @@ async def four() -> AsyncIterator[Four]:
         yield running, workers, client
 
 
-async def test_requests_of_a_session_meet_on_one_worker_and_others_spread_unless_a_policy_is_named(
-    four: Four,
-) -> None:
+async def test_requests_of_a_session_meet_on_one_worker_and_others_spread_unless_a_policy_is_named(four):
     _, _, client = four
 
     async def homes(prompts: list[str] = PROMPTS, **options: Any) -> list[str]:
@@ -119,9 +117,7 @@ REPORTS = ["sampling.n", "sampling.logprobs", "sampling.prompt_logprobs"]
         *(({"policy": name}, ["policy"]) for name in ("", "Prefix", "random")),
     ],
 )
-async def test_an_option_that_means_nothing_is_refused_by_its_field(
-    four: Four, fields: dict[str, Any], violations: list[str]
-) -> None:
+async def test_an_option_that_means_nothing_is_refused_by_its_field(four, fields, violations):
     router, _, _ = four
     calls = [router.inference.Generate(request(**fields)), router.inference.GenerateStream(request(**fields))]
     if "session_id" in fields:

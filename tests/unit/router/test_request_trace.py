@@ -6,7 +6,7 @@ from math import inf, nan
 import pytest
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.generation.request_trace import MAX_PHASES, PHASES, AttemptEnd, AttemptTrace
+from blockyard.router.generation.request_trace import MAX_PHASES, PHASES, AttemptTrace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,9 +40,7 @@ def phase(kind: int, began: float, ended: float) -> session_pb2.Phase:
     st.sampled_from(["finished", "lost", "stopped"]),
     st.integers(0, 3),
 )
-def test_phases_stay_within_the_attempt_in_order_and_near_the_truth(
-    way_there: float, parts: list[tuple[int, float, float]], end: AttemptEnd, num_tokens: int
-) -> None:
+def test_phases_stay_within_the_attempt_in_order_and_near_the_truth(way_there, parts, end, num_tokens):
     clock = Clock()
     trace = attempt(clock)
     times = list(pairwise(accumulate((seconds for _, seconds, _ in parts), initial=0.0)))

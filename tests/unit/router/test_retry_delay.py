@@ -73,9 +73,7 @@ def test_a_corrected_amount_is_no_completion() -> None:
 
 @settings(deadline=None)
 @given(st.floats(0, 1e9), st.floats(0, 1))
-def test_the_delay_is_within_bounds_and_never_before_what_is_expected(
-    expected_seconds: float, chance: float
-) -> None:
+def test_the_delay_is_within_bounds_and_never_before_what_is_expected(expected_seconds: float, chance: float):
     delay = retry_delay_seconds(expected_seconds, chance)
     assert MIN_DELAY_SECONDS <= delay <= MAX_DELAY_SECONDS
     assert delay >= min(expected_seconds, MAX_DELAY_SECONDS / 1.25)

@@ -233,8 +233,7 @@ def test_the_engine_gets_what_it_can_compute_with() -> None:
 
 def test_scores_of_several_outputs_need_the_sampled_tokens_logprobs() -> None:
     assert for_engine(n=2).HasField("logprobs")
-    assert for_engine(n=2).logprobs == 0
-    assert for_engine(n=2, logprobs=3).logprobs == 3
+    assert (for_engine(n=2).logprobs, for_engine(n=2, logprobs=3).logprobs) == (0, 3)
     assert not for_engine(n=2, beam_width=2).HasField("logprobs"), "the engine says what a beam's score is"
 
 
@@ -265,9 +264,7 @@ def test_a_request_overrides_each_of_the_models_defaults_and_a_beam_search_takes
     assert parse_sampling(inference_pb2.SamplingParams(), SamplingDefaults(temperature=0)).temperature == 0
 
 
-def test_a_default_that_no_request_could_ask_for_is_ignored_and_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_default_that_no_request_could_ask_for_is_ignored_and_said(caplog: pytest.LogCaptureFixture):
     for key, values in (
         ("temperature", [-1, math.nan, "0.7", True]),
         ("top_k", [1.5, -1]),

@@ -14,9 +14,7 @@ from .rig import FOREVER, SOON_LOST, Router, request, running_router, until, wor
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_a_stream_is_contiguous_and_adds_up_to_the_unary_answer(
-    router: Router, worker: FakeWorker, tokenizer: Any
-) -> None:
+async def test_a_stream_is_contiguous_and_adds_up_to_the_unary_answer(router, worker, tokenizer):
     tokens, text, last = [], "", None
     async for message in router.inference.GenerateStream(request(request_id="r-1")):
         assert message.request_id == "r-1"
@@ -59,9 +57,7 @@ async def test_salts_name_the_same_prompt_differently(router: Router, worker: Fa
     }
 
 
-async def test_a_stop_string_across_deltas_cuts_exactly_and_cancels_the_worker(
-    router: Router, worker: FakeWorker, tokenizer: Any
-) -> None:
+async def test_a_stop_string_across_deltas_cuts_exactly_and_cancels_the_worker(router, worker, tokenizer):
     tokens = expected_tokens(1, 400)
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     stop = text[17:23]

@@ -105,9 +105,7 @@ async def test_one_output_is_the_first_and_only_one(router: Router, worker: Fake
     assert (submit.sampling.HasField("logprobs"), submit.priority) == (False, -7)
 
 
-async def test_a_stop_string_ends_one_output_and_leaves_the_others(
-    router: Router, worker: FakeWorker, tokenizer: Any
-) -> None:
+async def test_a_stop_string_ends_one_output_and_leaves_the_others(router, worker, tokenizer):
     texts = [decode(tokenizer, expected_tokens(1, 200, index)) for index in range(3)]
     stop = next(
         texts[1][at : at + 8]
@@ -126,9 +124,7 @@ async def test_a_stop_string_ends_one_output_and_leaves_the_others(
     assert worker.cancelled == []
 
 
-async def test_beams_come_at_the_end_with_one_delta_each_and_their_scores(
-    router: Router, worker: FakeWorker
-) -> None:
+async def test_beams_come_at_the_end_with_one_delta_each_and_their_scores(router: Router, worker: FakeWorker):
     message = request(sampling={"n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": 2})
     outputs = await stream(router, message)
     assert {index: output.num_deltas for index, output in outputs.items()} == {0: 1, 1: 1}
@@ -145,9 +141,7 @@ async def test_beams_come_at_the_end_with_one_delta_each_and_their_scores(
 
 
 @pytest.mark.parametrize("tokens_a_step", [1, 7, 200])
-async def test_logprobs_are_cut_with_the_tokens_that_a_stop_string_cuts(
-    router: Router, tokenizer: Any, tokens_a_step: int
-) -> None:
+async def test_logprobs_are_cut_with_the_tokens_that_a_stop_string_cuts(router, tokenizer, tokens_a_step):
     text = decode(tokenizer, expected_tokens(1, 200))
     stop = text[60:66]
     script = Script(tokens_a_step=tokens_a_step)

@@ -242,9 +242,7 @@ WORKERS = st.lists(
 
 
 @given(WORKERS, st.integers(1500, 9000), st.booleans(), st.integers(0, 90))
-def test_costs_of_columns_are_those_of_scores(
-    workers: list[tuple[Candidate, float]], prompt_tokens: int, is_measured: bool, source_blocks: int
-) -> None:
+def test_costs_of_columns_are_those_of_scores(workers, prompt_tokens, is_measured, source_blocks):
     step_costs = StepCosts()
     if is_measured:
         step_costs.observe(StepWork(1.0, 10, 5, 5000, 100, 40, 9000, 100_000))

@@ -22,9 +22,7 @@ DELAYS = st.floats(0.0, 0.9 * DRAIN_KNOWN_SECONDS)
 
 
 @given(worker=NAMES, ready=st.frozensets(NAMES), asked=st.frozensets(NAMES))
-def test_a_drain_passes_exactly_where_somebody_else_is_left(
-    worker: str, ready: frozenset[str], asked: frozenset[str]
-) -> None:
+def test_a_drain_passes_exactly_where_somebody_else_is_left(worker, ready, asked):
     assert leaves_a_worker(worker, ready, asked) == bool(ready - asked - {worker})
 
 
@@ -95,9 +93,7 @@ class Cluster:
     starts=st.lists(st.tuples(st.integers(0, 2), st.floats(0.0, 2.0)), min_size=4, max_size=4),
     delays=st.lists(DELAYS, min_size=1, max_size=7),
 )
-def test_when_all_are_drained_at_once_one_still_takes_requests(
-    num_workers: int, num_routers: int, starts: list[tuple[int, float]], delays: list[float]
-) -> None:
+def test_when_all_are_drained_at_once_one_still_takes_requests(num_workers, num_routers, starts, delays):
     async def drains() -> None:
         names = ["a", "b", "c", "d"][:num_workers]
         cluster = Cluster(names, num_routers, delays)

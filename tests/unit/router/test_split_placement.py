@@ -82,9 +82,7 @@ def test_whatever_the_roles_one_worker_is_chosen_and_no_rule_is_broken_that_can_
 
 
 @given(COUNTS, MIXED)
-def test_a_worker_that_only_decodes_may_continue_any_request_and_begin_short_ones(
-    prompt_tokens: int, candidates: list[Candidate]
-) -> None:
+def test_a_worker_that_only_decodes_may_continue_any_request_and_begin_short_ones(prompt_tokens, candidates):
     begun = able(prompt_tokens, candidates, is_continued=False)
     continued = able(prompt_tokens, candidates, is_continued=True)
     assert set(begun) <= set(continued) == {one for one in candidates if one.role != "prefill"}

@@ -38,9 +38,7 @@ def served(queues: TenantQueues) -> Ticket:
 
 @settings(deadline=None)
 @given(weights, st.fixed_dictionaries(dict.fromkeys(TENANTS, costs)), st.integers(1, 4))
-def test_over_any_window_backlogged_tenants_get_tokens_by_their_weights(
-    weight: dict[str, float], costs_of: dict[str, list[int]], num_tenants: int
-) -> None:
+def test_over_any_window_backlogged_tenants_get_tokens_by_their_weights(weight, costs_of, num_tenants):
     """The bound of the paper for two tenants: a quantum and the largest request of each, by weight."""
     tenants = TENANTS[:num_tenants]
     queues, number = TenantQueues(weight, quantum_tokens=QUANTUM), Counter[str]()

@@ -69,9 +69,7 @@ def test_questions_arrive_as_they_were(questions: list[Question]) -> None:
     end=st.just(NO_END) | st.builds(PromptEnd, st.text(), st.text()),
     is_guarded=st.booleans(),
 )
-def test_an_answer_arrives_whole_however_it_is_cut(
-    token_ids: list[int], names: bytes, piece: int, place: bytes, end: PromptEnd, is_guarded: bool
-) -> None:
+def test_an_answer_arrives_whole_however_it_is_cut(token_ids, names, piece, place, end, is_guarded):
     answer = Prepared(
         token_ids=pack_tokens(token_ids),
         num_tokens=len(token_ids),

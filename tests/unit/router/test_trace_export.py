@@ -75,17 +75,13 @@ async def test_a_collector_gets_the_whole_trace_by_the_routers_end(monkeypatch: 
     assert resource["service.instance.id"] == "router"
 
 
-async def test_without_a_collector_the_console_shows_the_spans(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_without_a_collector_the_console_shows_the_spans(monkeypatch, capsys):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     await ask()
     assert '"name": "text_completion demo"' in capsys.readouterr().err
 
 
-async def test_a_dead_collector_costs_no_answer_and_bounds_the_routers_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_dead_collector_costs_no_answer_and_bounds_the_routers_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", UNUSED)
     async with asyncio.timeout(CLOSE_SECONDS + 20):
         await ask()
@@ -98,9 +94,7 @@ async def test_a_router_does_not_start_with_an_unknown_protocol(monkeypatch: pyt
         await RouterServer(config()).start()
 
 
-async def test_without_the_extra_a_router_serves_and_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_the_extra_a_router_serves_and_says_what_is_missing(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", UNUSED)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     await ask()

@@ -56,9 +56,7 @@ UNSAFE = ["a" * 129, "a\nb", "../..", "*", "a b", "\0", "é", "a/b"]
         ("truncate_prompt_tokens", [-1, 1, 2**31 - 1], [-2, 0]),
     ],
 )
-def test_a_field_of_a_request_is_taken_inside_its_range_and_named_outside(
-    field: str, good: list[Any], bad: list[Any]
-) -> None:
+def test_a_field_of_a_request_is_taken_inside_its_range_and_named_outside(field, good, bad):
     for value in good:
         request = validate(**{field: value})
         assert field == "cache_salt" or getattr(request, field) == value

@@ -17,9 +17,7 @@ READY = cluster_pb2.WORKER_STATE_READY
 
 
 @pytest.mark.parametrize("dialect", [as_old, as_newer])
-async def test_a_worker_of_another_version_serves_beside_one_of_this(
-    dialect: Callable[[Message], bytes],
-) -> None:
+async def test_a_worker_of_another_version_serves_beside_one_of_this(dialect: Callable[[Message], bytes]):
     other, same = worker_of_model("other"), worker_of_model("same")
     other.dialect = dialect
     async with running_router(policy="round_robin") as router, router.workers(other, same):
