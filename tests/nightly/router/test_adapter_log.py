@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import redis
 from blockyard.proto.index.redis import connect
 from blockyard.router.adapters import log as adapter_log
 from blockyard.router.adapters.keeper import AdapterKeeper
@@ -34,6 +33,12 @@ async def give(keeper: AdapterKeeper, *adapters: RegisteredAdapter) -> None:
     """Without workers nothing can be added through `add`, which would write the same changes."""
     for one in adapters:
         await keeper._change(one.name, one)
+
+
+async def read_by_a_later_router(client: Any, **settings: Any) -> list[RegisteredAdapter]:
+    later = keeper_of(client, **settings)
+    await later.refresh()
+    return later.registry.listed()
 
 
 async def test_a_log_that_is_written_anew_loses_no_change_of_another_router(operator, client, monkeypatch):
@@ -76,29 +81,28 @@ async def test_a_router_that_ends_while_it_writes_the_log_anew_loses_nothing(ope
     assert other.registry.listed() == later.registry.listed() == wanted
 
 
-async def test_other_routers_and_later_ones_know_what_one_has_changed(operator, client):
+async def test_other_routers_and_later_ones_know_what_one_has_changed_and_redis_and_others_nothing(
+    operator, client
+):
     one, other = keeper_of(client), keeper_of(client)
     await give(one, adapter("sql"), adapter("law", tenant="acme"))
     await other.refresh()
     assert other.registry.listed() == one.registry.listed()
     await other.remove("sql")
     await give(one, adapter("law", "2"))
-    later = keeper_of(client)
-    await later.refresh()
-    assert later.registry.listed() == [adapter("law", "2")]
+    assert await read_by_a_later_router(client) == [adapter("law", "2")]
     (key,) = operator.keys("*")
     assert operator.ttl(key) == -1, "it does not expire"
     with pytest.raises(NotFound):
         await one.remove("sql")
-
-
-async def test_redis_holds_neither_names_nor_folders_and_another_cluster_reads_nothing(operator, client):
-    await give(keeper_of(client), adapter("canary"))
-    (key,) = operator.keys("*")
-    assert b"canary" not in key + operator.get(key)
-    stranger = keeper_of(client, secret="another" * 4)
-    await stranger.refresh()
-    assert stranger.registry.listed() == []
+    for name in (b"law", b"folder"):
+        assert name not in key + operator.get(key)
+    assert await read_by_a_later_router(client, secret="another" * 4) == []
+    operator.flushall()
+    await one.refresh()
+    assert await read_by_a_later_router(client) == one.registry.listed() == [adapter("law", "2")], (
+        "written again"
+    )
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
@@ -113,16 +117,6 @@ async def test_what_is_not_sealed_hides_no_adapter(operator, client, is_behind):
     assert other.registry.listed() == [adapter("law"), adapter("sql")]
 
 
-async def test_a_redis_that_has_lost_them_gets_them_again(operator, client):
-    one = keeper_of(client)
-    await give(one, adapter("sql"))
-    operator.flushall()
-    await one.refresh()
-    other = keeper_of(client)
-    await other.refresh()
-    assert other.registry.listed() == one.registry.listed() == [adapter("sql")]
-
-
 async def test_a_long_log_is_written_anew(operator, client, monkeypatch):
     monkeypatch.setattr("blockyard.router.adapters.keeper.MAX_LOG_BYTES", 2000)
     assert adapter_log.MAX_LOG_BYTES > 2000
@@ -132,9 +126,7 @@ async def test_a_long_log_is_written_anew(operator, client, monkeypatch):
         (key,) = operator.keys("*")
         longest = max(longest, operator.strlen(key))
     assert longest < 2600
-    later = keeper_of(client)
-    await later.refresh()
-    assert later.registry.listed() == [adapter("sql", "39")]
+    assert await read_by_a_later_router(client) == [adapter("sql", "39")]
 
 
 async def test_without_redis_nothing_changes_and_what_is_known_stays(operator, client):
@@ -156,13 +148,9 @@ async def test_each_model_has_a_log_of_its_own_and_cannot_read_that_of_another(o
     await give(other, adapter("law"))
     (of_other,) = set(operator.keys("*")) - {of_one}
     for model, wanted in ((FIRST, "sql"), (OTHER, "law")):
-        later = keeper_of(client, model=model)
-        await later.refresh()
-        assert later.registry.listed() == [adapter(wanted)]
+        assert await read_by_a_later_router(client, model=model) == [adapter(wanted)]
     operator.copy(of_one, of_other, replace=True)
-    later = keeper_of(client, model=OTHER)
-    await later.refresh()
-    assert later.registry.listed() == [], "a log that was moved is not the model's"
+    assert await read_by_a_later_router(client, model=OTHER) == [], "a log that was moved is not the model's"
 
 
 async def test_an_erased_log_is_gone_and_its_keeper_writes_no_other(operator, client):
@@ -183,7 +171,7 @@ async def test_an_erased_log_is_gone_and_its_keeper_writes_no_other(operator, cl
 
 
 async def test_a_router_that_still_serves_a_removed_model_writes_nothing_for_the_one_that_was_added_again(
-    operator: "redis.Redis", client: redis.asyncio.Redis
+    operator, client
 ) -> None:
     late, again = keeper_of(client, model=ADDED), keeper_of(client, model=replace(OTHER, addition="a2"))
     await give(late, adapter("sql"))

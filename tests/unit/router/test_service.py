@@ -89,19 +89,6 @@ async def test_a_stop_token_has_no_text_and_only_one_asked_for_is_a_reason(
     )
 
 
-async def test_a_killed_worker_is_a_pause_for_its_clients(router: Router) -> None:
-    async with router.workers(worker_of_model("a"), worker_of_model("b")) as workers:
-        calls = [
-            router.inference.Generate(request(f"# {number}", sampling={"max_tokens": 100, "seed": number}))
-            for number in range(8)
-        ]
-        answers = asyncio.gather(*calls)
-        await until(lambda: all(worker.num_running for worker in workers))
-        await workers[0].kill()
-        for number, answer in enumerate(await answers):
-            assert list(answer.token_ids) == expected_tokens(number, 100)
-
-
 async def test_health_follows_the_workers() -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     seen: list[int] = []

@@ -13,96 +13,67 @@ from blockyard.router.errors import Overloaded
 from simulation.virtual_time import in_virtual_time
 
 
-async def test_the_line_keeps_the_order_of_arrival() -> None:
-    line = WaitingLine()
-    served: list[int] = []
-    is_open = False
+class Line:
+    """A line, and the tickets that have had their turns since it was opened."""
 
-    async def request(number: int) -> None:
-        ticket = line.ticket()
-        with line.standing(ticket):
-            await line.reach_head(ticket)
-            while not is_open:
-                await line.next_change(ticket)
-            served.append(number)
+    def __init__(self) -> None:
+        self.line = WaitingLine()
+        self.served: list[Ticket] = []
+        self.is_open = False
 
+    async def stand(self, ticket: Ticket) -> None:
+        with self.line.standing(ticket):
+            await self.line.reach_head(ticket)
+            while not self.is_open:
+                await self.line.next_change(ticket)
+            self.served.append(ticket)
+            await asyncio.sleep(0.01)
+
+    def open(self) -> None:
+        self.is_open = True
+        self.line.notify()
+
+
+async def test_the_line_keeps_the_order_of_arrival_also_of_those_who_come_back_with_their_tickets() -> None:
+    standing = Line()
+    first, *others = [standing.line.ticket() for _ in range(10)]
     async with asyncio.TaskGroup() as tasks:
         waiting = []
-        for number in range(10):
-            waiting.append(tasks.create_task(request(number)))
+        for ticket in others:
+            waiting.append(tasks.create_task(standing.stand(ticket)))
             await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[4].cancel()
         await asyncio.sleep(0.01)
-        is_open = True
-        line.notify()
-    assert served == [1, 2, 3, 5, 6, 7, 8, 9]
-
-
-async def test_who_comes_back_with_his_ticket_goes_before_those_who_came_later() -> None:
-    line = WaitingLine()
-    first, second, third = line.ticket(), line.ticket(), line.ticket()
-    served: list[Ticket] = []
-    is_open = False
-
-    async def stand(ticket: Ticket) -> None:
-        with line.standing(ticket):
-            await line.reach_head(ticket)
-            while not is_open:
-                await line.next_change(ticket)
-            served.append(ticket)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(stand(second))
-        tasks.create_task(stand(third))
+        tasks.create_task(standing.stand(first))
         await asyncio.sleep(0.01)
-        tasks.create_task(stand(first))
-        await asyncio.sleep(0.01)
-        is_open = True
-        line.notify()
-    assert served == [first, second, third]
+        standing.open()
+    assert standing.served == [first, *others[1:4], *others[5:]]
 
 
 async def test_a_more_urgent_one_passes_those_who_have_not_waited_long_enough() -> None:
-    line = WaitingLine()
-    waited_long, waited_little = line.ticket(rank=100.0), line.ticket(rank=108.0)
-    urgent = line.ticket(rank=115.0 - 10.0)
-    served: list[Ticket] = []
-
-    async def stand(ticket: Ticket) -> None:
-        with line.standing(ticket):
-            await line.reach_head(ticket)
-            served.append(ticket)
-            await asyncio.sleep(0.01)
-
+    standing = Line()
+    standing.open()
+    waited_long, waited_little, urgent = (standing.line.ticket(rank=rank) for rank in (100.0, 108.0, 105.0))
     async with asyncio.TaskGroup() as tasks:
         for ticket in (waited_long, waited_little, urgent):
-            tasks.create_task(stand(ticket))
-    assert served == [waited_long, urgent, waited_little]
+            tasks.create_task(standing.stand(ticket))
+    assert standing.served == [waited_long, urgent, waited_little]
 
 
 async def test_somebody_who_comes_and_changes_the_turns_wakes_the_one_whose_turn_it_is_now() -> None:
-    line = WaitingLine()
-    small = line.ticket(rank=1.0, tenant="a", cost_tokens=QUANTUM_TOKENS)
-    other = line.ticket(rank=1.0, tenant="b", cost_tokens=QUANTUM_TOKENS)
-    urgent_and_large = line.ticket(rank=0.0, tenant="a", cost_tokens=5 * QUANTUM_TOKENS)
-    served: list[Ticket] = []
-    is_open = asyncio.Event()
-
-    async def stand(ticket: Ticket) -> None:
-        with line.standing(ticket):
-            await line.reach_head(ticket)
-            while not is_open.is_set():
-                await line.next_change(ticket)
-            served.append(ticket)
-
+    standing = Line()
+    small, other, urgent_and_large = (
+        standing.line.ticket(rank=rank, tenant=tenant, cost_tokens=quanta * QUANTUM_TOKENS)
+        for rank, tenant, quanta in ((1.0, "a", 1), (1.0, "b", 1), (0.0, "a", 5))
+    )
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for ticket in (small, other):
-            tasks.create_task(stand(ticket))
+            tasks.create_task(standing.stand(ticket))
             await asyncio.sleep(0.01)
-        tasks.create_task(stand(urgent_and_large))
-        is_open.set()
-    assert served == [other, urgent_and_large, small]
+        tasks.create_task(standing.stand(urgent_and_large))
+        standing.is_open = True
+    assert standing.served == [other, urgent_and_large, small]
 
 
 @in_virtual_time
