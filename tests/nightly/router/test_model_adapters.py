@@ -18,8 +18,8 @@ from blockyard.router.client.errors import InvalidRequestError, NotFoundError
 from blockyard.router.config import ServedModel
 
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens
+from tests.unit.router.models_rig import DEMO, LIST, OTHER, groups, worker_of
 from tests.unit.router.rig import Router, running_router, until
-from tests.unit.router.test_models import DEMO, LIST, OTHER, groups, worker_of
 
 SECRET = "correct-horse-of-the-models"
 CONTENTS = {"sql": "1" * 32, "law": "2" * 32}

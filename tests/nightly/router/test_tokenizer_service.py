@@ -32,7 +32,7 @@ from blockyard.router.tokenizing.service import (
 from transformers import PreTrainedTokenizerBase
 
 from tests.pauses import free_loop
-from tests.unit.router.test_tokenizing import (
+from tests.unit.router.tokenizers_rig import (
     BLOCK_SIZE,
     DEMO_CHECKPOINT,
     ROOT,

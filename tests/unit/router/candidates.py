@@ -1,11 +1,16 @@
-"""Short constructors for candidate workers: 1,000 blocks and 1,000 prompt tokens a second, one millisecond each."""
+"""Short constructors for candidate workers and views of them: 1,000 blocks, and a millisecond for a prompt token."""
 
 from random import Random
+from typing import Any
 
 from blockyard.proto.index.contract import WorkerId
+from blockyard.proto.v1 import session_pb2
+from blockyard.router.cluster.view import ClusterView
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import PlacementRequest, place
 from blockyard.router.placement.scoring import Candidate
+
+from .prompt import Clock
 
 
 def candidate(name: str, **beliefs: float) -> Candidate:
@@ -25,3 +30,16 @@ def chosen(
     config: PlacementConfig | None = None,
 ) -> str:
     return place(request, candidates, policy, Random(seed), config).chosen.worker_id
+
+
+def view_of(*names: str, config: PlacementConfig | None = None, **hello: Any) -> tuple[ClusterView, Clock]:
+    clock = Clock()
+    view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=clock, config=config)
+    for name in names:
+        view.accepted(name, hello_of(name, **hello))
+    return view, clock
+
+
+def hello_of(name: str, **fields: Any) -> session_pb2.Hello:
+    known = {"worker_id": name, "incarnation": f"{name}1", "block_size": 16, "total_blocks": 1000}
+    return session_pb2.Hello(**(known | fields))

@@ -16,23 +16,11 @@ from blockyard.router.placement.pulls import Holder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .candidates import hello_of, view_of
 from .fake_worker import KIND
-from .prompt import NAMES, PROMPT_TOKENS, Clock
+from .prompt import NAMES, PROMPT_TOKENS
 
 STORED_GRACE_SECONDS = PlacementConfig().stored_grace_seconds
-
-
-def view_of(*names: str, config: PlacementConfig | None = None, **hello: Any) -> tuple[ClusterView, Clock]:
-    clock = Clock()
-    view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=clock, config=config)
-    for name in names:
-        view.accepted(name, hello_of(name, **hello))
-    return view, clock
-
-
-def hello_of(name: str, **fields: Any) -> session_pb2.Hello:
-    known = {"worker_id": name, "incarnation": f"{name}1", "block_size": 16, "total_blocks": 1000}
-    return session_pb2.Hello(**(known | fields))
 
 
 def placed(

@@ -1,5 +1,7 @@
 """The rules by which a request that loses its worker fails."""
 
+from contextlib import nullcontext
+
 import pytest
 from blockyard.router.errors import PoisonRequest, WorkerLost
 from blockyard.router.generation.losses import (
@@ -7,53 +9,34 @@ from blockyard.router.generation.losses import (
     QUARANTINE_SECONDS,
     Losses,
     Quarantine,
-    WorkerKey,
 )
 
 A, B, C = ("a:1", "life-a"), ("b:1", "life-b"), ("c:1", "life-c")
 
 
-class Cluster:
-    """Incarnations that answer again."""
-
-    def __init__(self) -> None:
-        self.alive: set[WorkerKey] = set()
-
-    def lose(self, losses: Losses, life: WorkerKey, *, is_suspicious: bool = True) -> None:
-        losses.add(life, is_suspicious=is_suspicious, is_alive=self.alive.__contains__, tokens_emitted=7)
-
-
-def test_a_bystander_is_no_poison_however_many_workers_it_loses_within_its_budget() -> None:
-    losses, cluster = Losses(max_migrations=5), Cluster()
-    for life in (A, B, C, A, B):
-        cluster.lose(losses, life, is_suspicious=False)
-    with pytest.raises(WorkerLost) as lost:
-        cluster.lose(losses, C, is_suspicious=False)
-    assert lost.value.metadata == {"tokens_emitted": "7"}
-
-
-def test_two_deaths_before_any_token_make_a_poison_whatever_the_budget() -> None:
-    losses, cluster = Losses(max_migrations=100), Cluster()
-    cluster.lose(losses, A)
-    cluster.lose(losses, B, is_suspicious=False)
-    with pytest.raises(PoisonRequest):
-        cluster.lose(losses, C)
-
-
-def test_who_answers_again_had_not_died() -> None:
-    losses, cluster = Losses(max_migrations=100), Cluster()
-    cluster.lose(losses, A)
-    cluster.alive.add(A)
-    cluster.lose(losses, B)
-    cluster.lose(losses, B)
-    with pytest.raises(PoisonRequest):
-        cluster.lose(losses, C)
-
-
-def test_no_budget_means_no_second_try() -> None:
-    losses = Losses(max_migrations=0)
-    with pytest.raises(WorkerLost):
-        Cluster().lose(losses, A, is_suspicious=False)
+@pytest.mark.parametrize(
+    ("max_migrations", "lives", "suspicious", "back", "error"),
+    [
+        (5, (A, B, C, A, B, C), (), (), WorkerLost),
+        (100, (A, B, C), (A, C), (), PoisonRequest),
+        (100, (A, B, B, C), (A, B, C), (A,), PoisonRequest),
+        (0, (A,), (), (), WorkerLost),
+    ],
+    ids=["a bystander has its budget", "two deaths", "who answers again had not died", "no budget"],
+)
+def test_a_request_is_given_up_at_the_last_of_these_losses(max_migrations, lives, suspicious, back, error):
+    losses = Losses(max_migrations=max_migrations)
+    for number, life in enumerate(lives):
+        is_last = number == len(lives) - 1
+        with pytest.raises(error) if is_last else nullcontext() as raised:
+            losses.add(
+                life,
+                is_suspicious=life in suspicious,
+                is_alive=lambda key, number=number: number > 0 and key in back,
+                tokens_emitted=7,
+            )
+    if error is WorkerLost:
+        assert raised.value.metadata == {"tokens_emitted": "7"}
 
 
 def test_the_quarantine_holds_a_prompt_for_its_time_and_is_bounded() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,37 +17,12 @@ from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.router.adapters.registry import Change, RegisteredAdapter
 from blockyard.router.composition import adapter_log, build_group, build_shared
 from blockyard.router.config import RouterConfig, ServedModel
-from blockyard.router.model_groups import ModelGroups
 from blockyard.router.services import interceptor
 from blockyard.router.supervision import Attempts
 
 from .fake_worker import FakeWorker, Script, expected_tokens
-from .rig import FOREVER, MODEL, Router, refused, request, running_router, until, worker_of_model
-
-OTHER = ServedModel(model=str(MODEL), names=("other", "alias"), index="other")
-LIST = inference_pb2.ListModelsRequest()
-DEMO = ServedModel(model=str(MODEL), names=("demo",))
-
-
-@asynccontextmanager
-async def served(
-    *models: ServedModel, **settings: Any
-) -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
-    """A router of model `demo` and these, with one worker for each."""
-    async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(
-            running_router(further_models=models, http_port=0, **settings)
-        )
-        workers = {}
-        for model in (DEMO, *models):
-            workers[model.id] = await stack.enter_async_context(worker_of(model))
-            router.server.set_workers([workers[model.id].address], model.id)
-        await until(lambda: router.server.num_ready_workers == len(workers))
-        yield router, workers
-
-
-def worker_of(model: ServedModel, **settings: Any) -> FakeWorker:
-    return worker_of_model(f"{model.id}-worker", model=model.index, model_fingerprint=model.id, **settings)
+from .models_rig import DEMO, LIST, OTHER, groups, served
+from .rig import FOREVER, MODEL, Router, refused, request, until
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -341,8 +316,3 @@ def test_the_config_keeps_its_models_in_order() -> None:
     config = RouterConfig(model="a", further_models=(OTHER,))
     assert [model.id for model in config.models] == ["a", "other"]
     assert config.with_models(config.models[::-1]).models == config.models[::-1]
-
-
-def groups(router: Router) -> ModelGroups:
-    assert router.server._groups is not None
-    return router.server._groups

@@ -143,16 +143,9 @@ def test_an_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.DataO
         for action in data.draw(st.lists(st.integers(-2, num_outputs - 1), max_size=60)):
             if action >= 0:
                 token = put[action]
-                logprob = inference_pb2.TokenLogprob(token_id=token)
-                outbox.put(
-                    Delta(
-                        text=f"{token} ",
-                        token_ids=[token],
-                        token_offset=token,
-                        index=action,
-                        logprobs=[logprob],
-                    )
-                )
+                piece = delta(token)
+                piece.index, piece.logprobs = action, [inference_pb2.TokenLogprob(token_id=token)]
+                outbox.put(piece)
                 put[action] += 1
                 assert len(outbox) <= num_outputs
             elif len(outbox):
@@ -179,33 +172,36 @@ def test_a_merged_piece_keeps_the_prompts_logprobs_whichever_part_has_them() -> 
         assert parts[0].token_ids == [0, 1, 2]
 
 
-@pytest.mark.parametrize("include_stop", [True, False])
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_a_stop_string_is_shown_only_where_it_is_asked_for(tokenizer: Any, size: int, include_stop: bool):
-    tokens = tokenizer.encode("first second third fourth", add_special_tokens=False)
-    output = TextOutput(tokenizer, stop=["third"], min_tokens=0, include_stop=include_stop)
+def pushed(output: TextOutput, tokens: list[int], size: int) -> str:
+    """Push tokens in groups of a size until a stop string ends the text."""
     text = ""
     for start in range(0, len(tokens), size):
-        run = tokens[start : start + size]
-        piece = output.push(run, is_last=start + size >= len(tokens))
+        piece = output.push(tokens[start : start + size], is_last=start + size >= len(tokens))
         text += piece.text
         if piece.stop is not None:
             break
-    assert text == ("first second third" if include_stop else "first second ")
+    return text
 
 
-@pytest.mark.parametrize(
-    ("skip_special", "include_stop", "text"),
-    [(True, True, "a b"), (False, False, "a<|im_start|> b"), (False, True, "a<|im_start|> b<|im_end|>")],
-)
-def test_special_tokens_are_text_only_where_they_are_asked_for(tokenizer, skip_special, include_stop, text):
-    tokens = tokenizer.encode("a<|im_start|> b<|im_end|>", add_special_tokens=False)
-    output = TextOutput(
-        tokenizer, stop=[], min_tokens=0, include_stop=include_stop, skip_special=skip_special
-    )
-    pieces = [output.push([token], is_last=False).text for token in tokens[:-1]]
-    pieces.append(output.push(tokens[-1:], is_last=True, stop_token=tokens[-1]).text)
-    assert "".join(pieces) == text
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_stop_string_is_shown_only_where_it_is_asked_for(tokenizer: Any, size: int) -> None:
+    tokens = tokenizer.encode("first second third fourth", add_special_tokens=False)
+    for include_stop, text in ((True, "first second third"), (False, "first second ")):
+        output = TextOutput(tokenizer, stop=["third"], min_tokens=0, include_stop=include_stop)
+        assert pushed(output, tokens, size) == text
+
+
+def test_special_tokens_are_text_only_where_they_are_asked_for(tokenizer: Any) -> None:
+    *tokens, last = tokenizer.encode("a<|im_start|> b<|im_end|>", add_special_tokens=False)
+    for skip, include, text in (
+        (True, True, "a b"),
+        (False, False, "a<|im_start|> b"),
+        (False, True, "a<|im_start|> b<|im_end|>"),
+    ):
+        output = TextOutput(tokenizer, stop=[], min_tokens=0, include_stop=include, skip_special=skip)
+        pieces = [output.push([token], is_last=False) for token in tokens]
+        pieces.append(output.push([last], is_last=True, stop_token=last))
+        assert "".join(piece.text for piece in pieces) == text
 
 
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tokenizer: Any) -> None:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 from blockyard.proto.step_costs import StepWork
-from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest
@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from tests.properties import examples
 from tests.unit.proto.machine import Machine
 
-from .candidates import chosen
+from .candidates import chosen, hello_of, view_of
 from .prompt import Clock
-from .test_cluster_view import view_of
 
 HALF_LIFE = PlacementConfig().rate_half_life_seconds
 DIFFERENCES = st.floats(-5, 5)
@@ -65,12 +64,10 @@ def run(
     speeds: list[WorkerSpeed],
     reporters: list[Reporter],
     chance: Random,
-    *,
-    num_rows: int,
-    start: float = 0.0,
+    **when: float,
 ) -> list[float]:
-    for number in range(num_rows):
-        now = start + 0.1 * number
+    for number in range(int(when["num_rows"])):
+        now = when.get("start", 0.0) + 0.1 * number
         for speed, reporter in zip(speeds, reporters, strict=True):
             mix = "trial" if speed.num_rows == 0 else None
             cluster.report(speed, reporter.work(chance, mix), now)
@@ -99,19 +96,17 @@ def test_a_machine_of_another_speed_is_believed_so_whatever_its_work(slowness, o
 
 @examples(10)
 @given(MIX, st.lists(MIX, min_size=3, max_size=5), st.integers(0, 1000))
-def test_a_machine_that_becomes_slow_and_recovers_is_believed_after_some_rows(own, others, seed):
+def test_a_machine_that_becomes_slow_and_recovers_is_believed_after_some_rows(own, others, seed) -> None:
     reporters = [Reporter(own), *map(Reporter, others)]
     chance, cluster = Random(seed), ClusterSpeeds(half_life_seconds=HALF_LIFE)
     speeds = [WorkerSpeed() for _ in reporters]
-    run(cluster, speeds, reporters, chance, num_rows=40)
-    reporters[0].slowness = 3.0
-    (slow, *_) = run(cluster, speeds, reporters, chance, num_rows=12, start=10.0)
-    assert slow > 1.5
-    (slow, *_) = run(cluster, speeds, reporters, chance, num_rows=24, start=20.0)
-    assert slow == pytest.approx(3.0, rel=0.25)
-    reporters[0].slowness = 1.0
-    (slow, *_) = run(cluster, speeds, reporters, chance, num_rows=50, start=30.0)
-    assert slow == pytest.approx(1.0, rel=0.08)
+    found = []
+    for slowness, num_rows, start in ((1.0, 40, 0.0), (3.0, 12, 10.0), (3.0, 24, 20.0), (1.0, 50, 30.0)):
+        reporters[0].slowness = slowness
+        found.append(run(cluster, speeds, reporters, chance, num_rows=num_rows, start=start)[0])
+    assert found[1] > 1.5
+    assert found[2] == pytest.approx(3.0, rel=0.25)
+    assert found[3] == pytest.approx(1.0, rel=0.08)
 
 
 ANY_LOAD = st.builds(
@@ -189,8 +184,16 @@ def pass_time(view: ClusterView, clock: Clock, seconds: float) -> None:
             view.heard(worker.address, worker.load)
 
 
-def three(slowness: float = 10.0) -> dict[str, Reporter]:
-    return {"a": Reporter("chat"), "b": Reporter("small"), "c": Reporter("chat", slowness=slowness)}
+def three(slowness: float = 10.0) -> tuple[ClusterView, Clock]:
+    """A view of workers a, b and c that have computed. c is slower than the others."""
+    view, clock = view_of("a", "b", "c")
+    work(
+        view,
+        clock,
+        {"a": Reporter("chat"), "b": Reporter("small"), "c": Reporter("chat", slowness=slowness)},
+        40,
+    )
+    return view, clock
 
 
 def test_nothing_is_measured_until_a_worker_reports_steps() -> None:
@@ -200,8 +203,7 @@ def test_nothing_is_measured_until_a_worker_reports_steps() -> None:
 
 
 def test_who_was_slow_once_is_placed_on_again_although_it_says_what_it_said_then() -> None:
-    view, clock = view_of("a", "b", "c")
-    work(view, clock, three(), 40)
+    view, clock = three()
     assert rates(view)["c"] < 0.15 * rates(view)["a"]
     pass_time(view, clock, HALF_LIFE - 1)
     assert rates(view)["c"] < 0.15 * rates(view)["a"]
@@ -219,44 +221,26 @@ def test_who_was_slow_once_is_placed_on_again_although_it_says_what_it_said_then
     assert rates(view)["c"] == pytest.approx(rates(view)["a"], rel=0.05)
 
 
-def test_who_measures_slow_again_and_again_is_believed() -> None:
-    view, clock = view_of("a", "b", "c")
-    work(view, clock, three(), 5 * int(10 * HALF_LIFE) // 10)
-    assert rates(view)["c"] == pytest.approx(rates(view)["a"] / 10, rel=0.2)
-
-
 def test_a_fast_worker_stays_fast_among_slow_ones_however_long_nothing_is_measured() -> None:
-    view, clock = view_of("a", "b", "c")
-    work(view, clock, three(slowness=0.1), 40)
+    view, clock = three(slowness=0.1)
     fast = rates(view)["c"]
     assert fast > 6 * rates(view)["a"]
     pass_time(view, clock, 20 * HALF_LIFE)
     assert rates(view)["c"] == pytest.approx(fast)
 
 
-def test_a_life_that_comes_back_keeps_the_age_of_its_speed() -> None:
-    view, clock = view_of("a", "b", "c")
-    work(view, clock, three(), 40)
+def test_a_life_that_comes_back_keeps_the_age_of_its_speed_and_a_new_life_is_not_held_to_it() -> None:
+    view, clock = three()
+    worker = view.at("c")
+    assert worker is not None
     for _ in range(20):
         pass_time(view, clock, HALF_LIFE)
-        worker = view.at("c")
-        assert worker is not None
         assert worker.hello is not None
         worker.hello.load.CopyFrom(worker.load)
         view.disconnected("c", "cut")
         view.accepted("c", worker.hello)
     assert rates(view)["c"] == pytest.approx(rates(view)["a"], rel=0.05)
-
-
-def test_a_new_life_of_a_slow_worker_is_not_held_to_the_old_one() -> None:
-    view, clock = view_of("a", "b", "c")
-    work(view, clock, three(), 40)
-    worker = view.at("c")
-    assert worker is not None
-    assert worker.hello is not None
-    hello = session_pb2.Hello()
-    hello.CopyFrom(worker.hello)
-    hello.incarnation = "another"
-    view.accepted("c", hello)
-    work(view, clock, {"a": Reporter("chat"), "b": Reporter("chat"), "c": Reporter("chat")}, 20)
+    view, clock = three()
+    view.accepted("c", hello_of("c", incarnation="another"))
+    work(view, clock, {name: Reporter("chat") for name in "abc"}, 20)
     assert rates(view)["c"] == pytest.approx(rates(view)["a"], rel=0.1)

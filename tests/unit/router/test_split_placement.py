@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .candidates import candidate
-from .test_placement_properties import CANDIDATE, CANDIDATES, CONFIGS, COUNTS, POLICIES, REQUESTS, SOURCES
+from .placements import CANDIDATE, CANDIDATES, CONFIGS, COUNTS, POLICIES, REQUESTS, SOURCES
 
 ROLES = st.sampled_from(["both", "prefill", "decode"])
 FAST = Link(setup_ms=1.0, bytes_per_ms=1e6, token_bytes=1000.0)

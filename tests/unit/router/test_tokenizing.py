@@ -3,10 +3,8 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import blockyard.deploy
 import pytest
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.tokenizing.encoder import PromptEncoder
@@ -22,19 +20,10 @@ from blockyard.router.tokenizing.service import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-DEMO_CHECKPOINT = Path(blockyard.deploy.__file__).parent / "demo_model" / "checkpoint"
-ROOT = bytes(range(16))
-START_SECONDS = 300.0
-"""Longest start of a process. On a busy machine its imports may take longer than a router allows."""
-BLOCK_SIZE = 16
-
-
-def chat(*contents: str) -> ChatPrompt:
-    roles = ("system", "user", "assistant", "user", "assistant")
-    return ChatPrompt([ChatMessage(role, content) for role, content in zip(roles, contents, strict=False)])
+from .tokenizers_rig import DEMO_CHECKPOINT, chat, tokenizer_with
 
 
 def as_dicts(prompt: ChatPrompt) -> list[dict[str, str]]:
@@ -49,23 +38,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def encoder(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
     return PromptEncoder(tokenizer)
-
-
-def tokenizer_with(template: str | None, *, added: Sequence[AddedToken] = ()) -> PreTrainedTokenizerBase:
-    """A byte-level tokenizer of single bytes that puts <bos> first, with another chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<bos>", "<eos>"])
-    tokenizer.add_tokens(list(added))
-    bos_id = tokenizer.token_to_id("<bos>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", bos_id)]
-    )
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
-    wrapped.chat_template = template
-    return wrapped
 
 
 def control(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:

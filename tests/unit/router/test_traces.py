@@ -39,11 +39,13 @@ async def test_an_error_has_the_contracts_reason_and_no_text_of_client_or_except
     assert SECRET_TEXT not in root.to_json()
 
 
-async def test_no_span_has_a_prompt_or_an_answer() -> None:
-    traces = Traces()
+async def test_no_span_has_a_prompt_or_an_answer_and_the_sampler_decides_where_the_client_says_nothing():
+    traces = Traces(sampler=ParentBased(ALWAYS_OFF))
     async with scripted(traces, worker_of_model("a")) as router:
+        await streamed(router, traceparent=None)
         answer = await streamed(router)
         await traces.whole()
+    assert {span.context.trace_id for span in traces.spans()} == {TRACE_ID}
     text = "".join(message.delta.text for message in answer)
     for span in traces.spans():
         written = span.to_json()
@@ -103,15 +105,6 @@ async def test_a_bad_traceparent_is_ignored(traceparent: str) -> None:
     (root,) = named["text_completion demo"]
     assert root.parent is None
     assert root.context.trace_id != TRACE_ID
-
-
-async def test_the_sampler_decides_where_the_client_says_nothing() -> None:
-    traces = Traces(sampler=ParentBased(ALWAYS_OFF))
-    async with scripted(traces, worker_of_model("a")) as router:
-        await streamed(router, traceparent=None)
-        await streamed(router)
-        await traces.whole()
-    assert {span.context.trace_id for span in traces.spans()} == {TRACE_ID}
 
 
 def test_an_endpoint_or_the_console_switches_traces_on_and_two_variables_switch_them_off() -> None:
