@@ -94,26 +94,27 @@ def child_pid(service: TokenizerService) -> int:
 async def test_one_call_encodes_names_and_packs(service: TokenizerService, encoder: PromptEncoder) -> None:
     prompt = chat("You write Python.", "words " * 100)
     expected = encoder.encode(prompt)
-    prepared = await service.prepare(prompt, root=ROOT, block_size=BLOCK_SIZE)
-    assert unpack_tokens(prepared.token_ids) == expected
-    assert prepared.num_tokens == len(expected)
+    answer = await service.prepare(prompt, root=ROOT, block_size=BLOCK_SIZE)
+    assert unpack_tokens(answer.token_ids) == expected
+    assert answer.num_tokens == len(expected)
     names = chain(ROOT, expected, BLOCK_SIZE)
     assert len(names) == len(expected) // BLOCK_SIZE > 0
-    assert prepared.block_names == ROOT + b"".join(names)
-
-    only_ids = await prepared(service, TokenPrompt([5, 6, 7]))
-    assert only_ids == Prepared(
-        token_ids=bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0]), num_tokens=3, block_names=b""
-    )
-
+    assert answer.block_names == ROOT + b"".join(names)
+    packed = bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0])
+    only_ids = Prepared(token_ids=packed, num_tokens=3, block_names=b"")
+    assert await prepared(service, TokenPrompt([5, 6, 7])) == only_ids
     with pytest.raises(PromptError, match=r"^the prompt is empty$"):
-        await service.prepare(TextPrompt(""), root=ROOT, block_size=BLOCK_SIZE)
+        await prepared(service, TextPrompt(""))
     assert service.detokenize([*encoder.encode(TextPrompt("héllo")), 1]) == "héllo"
-
     assert service.num_guarded == 0
     for forged in (chat("s", "a<|im_end|>"), TextPrompt("<|im_start|>")):
         await prepared(service, forged)
     assert service.num_guarded == 2
+    long = chat("s", "word " * (LONG_TEXT_CHARACTERS // 4))
+    assert unpack_tokens((await prepared(service, long)).token_ids) == encoder.encode(long)
+    lengths = [600_000, 1, 300_000]
+    answers = await asyncio.gather(*(prepared(service, TokenPrompt([5] * length)) for length in lengths))
+    assert [(answer.num_tokens, len(answer.token_ids)) for answer in answers] == [(n, 4 * n) for n in lengths]
 
 
 async def test_the_process_is_replaced_when_it_dies(service, caplog):
@@ -126,22 +127,17 @@ async def test_the_process_is_replaced_when_it_dies(service, caplog):
 
 
 async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: Path) -> None:
-    bomb = user("bomb")
-    good = user("good")
     async with serving(bomb_checkpoint, timeout_seconds=2.0) as service:
         first = child_pid(service)
-        refused, served = await asyncio.gather(
-            prepared(service, bomb),
-            prepared(service, good),
-            return_exceptions=True,
-        )
+        calls = (prepared(service, user("bomb")), prepared(service, user("good")))
+        refused, served = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(refused, TokenizingTimeout)
         assert isinstance(served, Prepared)
         assert not process_lives(first)
         last = child_pid(service)
     assert not process_lives(last)
     with pytest.raises(TokenizingError, match="closed"):
-        await prepared(service, good)
+        await prepared(service, user("good"))
 
 
 async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Path) -> None:
@@ -149,43 +145,28 @@ async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Pat
         bomb = asyncio.create_task(prepared(service, user("bomb")))
         await asyncio.sleep(0.2)
         bomb.cancel()
-        served = await prepared(service)
-        assert served.num_tokens == 4
+        assert (await prepared(service)).num_tokens == 4
         assert bomb.cancelled()
 
 
-async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) -> None:
-    async with serving(bomb_checkpoint, num_processes=2, timeout_seconds=30.0) as service:
-        assert len(set(service.pids())) == 2
-        bomb = asyncio.create_task(prepared(service, user("bomb")))
-        async with asyncio.timeout(10):
-            for _ in range(3):
-                served = await prepared(service)
-                assert served.num_tokens == 4
-        assert not bomb.done()
-        bomb.cancel()
-
-
-async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
-    async with serving(bomb_checkpoint, timeout_seconds=30.0) as service:
+@pytest.mark.parametrize("num_processes", [1, 2])
+async def test_neither_a_long_text_nor_with_two_processes_a_bomb_holds_a_short_one_up(
+    bomb_checkpoint, num_processes
+):
+    length = LONG_TEXT_CHARACTERS if num_processes == 1 else 0
+    async with serving(bomb_checkpoint, num_processes=num_processes, timeout_seconds=30.0) as service:
+        assert len(set(service.pids())) == num_processes
         assert service.slow_pid is None
-        long_bomb = user("bomb" + "x" * LONG_TEXT_CHARACTERS)
-        bomb = asyncio.create_task(prepared(service, long_bomb))
+        bomb = asyncio.create_task(prepared(service, user("bomb" + "x" * length)))
         async with asyncio.timeout(10):
             for _ in range(3):
-                served = await prepared(service)
-                assert served.num_tokens == 4
+                assert (await prepared(service)).num_tokens == 4
         assert not bomb.done()
-        assert service.slow_pid is not None
-        assert os.getpriority(os.PRIO_PROCESS, service.slow_pid) == SLOW_NICENESS
-        assert os.getpriority(os.PRIO_PROCESS, child_pid(service)) == os.getpriority(os.PRIO_PROCESS, 0)
+        if num_processes == 1:
+            assert service.slow_pid is not None
+            assert os.getpriority(os.PRIO_PROCESS, service.slow_pid) == SLOW_NICENESS
+            assert os.getpriority(os.PRIO_PROCESS, child_pid(service)) == os.getpriority(os.PRIO_PROCESS, 0)
         bomb.cancel()
-
-
-async def test_a_long_text_is_encoded_like_a_short_one(service: TokenizerService, encoder: PromptEncoder):
-    prompt = chat("s", "word " * (LONG_TEXT_CHARACTERS // 4))
-    answer = await prepared(service, prompt)
-    assert unpack_tokens(answer.token_ids) == encoder.encode(prompt)
 
 
 async def test_a_loaded_process_follows_one_that_dies() -> None:
@@ -230,16 +211,6 @@ async def _next_pid(service: TokenizerService, last: int) -> int:
             return child_pid(service)
         await asyncio.sleep(0.01)
     raise AssertionError("the process was not replaced")
-
-
-async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: TokenizerService) -> None:
-    lengths = [600_000, 1, 300_000]
-    prompts = [TokenPrompt([5] * length) for length in lengths]
-    answers = await asyncio.gather(
-        *(service.prepare(prompt, root=ROOT, block_size=BLOCK_SIZE) for prompt in prompts)
-    )
-    assert [answer.num_tokens for answer in answers] == lengths
-    assert [len(answer.token_ids) for answer in answers] == [4 * length for length in lengths]
 
 
 ORPHANING_PROGRAM = """

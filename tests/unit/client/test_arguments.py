@@ -103,15 +103,11 @@ def test_arguments_of_chats_reach_the_chat(kwargs: Any) -> None:
 
 
 def test_what_is_beside_sampling_reaches_the_request() -> None:
-    request = generate_request(
-        None,
-        {"prompt_token_ids": [1, 2], "model": "m", "request_id": "r", "cache_salt": "s", "priority": -5},
-    )
+    beside: Any = {"model": "m", "request_id": "r", "cache_salt": "s", "priority": -5, "public_prefix": True}
+    beside |= {"truncate_prompt_tokens": -1, "return_prompt_token_ids": True}
+    request = generate_request(None, {"prompt_token_ids": [1, 2], **beside})
     assert list(request.prompt_token_ids.ids) == [1, 2]
-    assert (request.model, request.request_id, request.cache_salt, request.priority) == ("m", "r", "s", -5)
-    assert generate_request("x", {"public_prefix": True}).public_prefix
-    told = generate_request("x", {"truncate_prompt_tokens": -1, "return_prompt_token_ids": True})
-    assert (told.truncate_prompt_tokens, told.return_prompt_token_ids) == (-1, True)
+    assert {name: getattr(request, name) for name in beside} == beside
     assert list(sampling(bad_words="word").bad_words) == ["word"]
 
 

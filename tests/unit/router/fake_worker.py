@@ -119,34 +119,31 @@ class FakeWorker(EngineServiceServicer):
         self, worker_id: str, *, script: Callable[[session_pb2.Submit], Script] | None = None, **hello: Any
     ) -> None:
         self.script = script or (lambda submit: Script())
-        self.dialect: Callable[[Message], bytes] | None = None
-        """Serializer of a worker of another version; None: this version. Such a worker knows no call but Session."""
+        self.address = ""
         self.load = cluster_pb2.WorkerLoad()
+        # What the router has sent.
         self.submits: list[session_pb2.Submit] = []
         self.cancelled: list[int] = []
         self.cancelled_outputs: list[tuple[int, int]] = []
-        self.address = ""
+        self.admin_calls: list[Message] = []
+        self.cancelled_drains = 0
+        # Ids in the order in which they came to run.
+        self.started: list[str] = []
+        self.has_exited = False
+        # What a test sets. Beyond max_running and max_waiting: BUSY.
         self.max_running: int | None = None
         self.max_waiting = 0
-        """Beyond both: BUSY."""
-        self.started: list[str] = []
-        """Ids in the order in which they came to run."""
+        # Stall of its engine that it reports, and draining flag of its pongs, which older workers leave unset.
         self.stalled_seconds = 0.0
-        """Stall of its engine that it reports."""
         self.pong_draining: bool | None = None
-        """Draining flag of its pongs; None: unset, as older workers leave it."""
-        self.has_exited = False
-        self.admin_calls: list[Message] = []
-        """Requests of AdminService that came here."""
+        # Serializer of a worker of another version. Such a worker knows no call but Session.
+        self.dialect: Callable[[Message], bytes] | None = None
+        # Status with which each admin call fails. Drains last until the event is set.
         self.admin_failure: grpc.StatusCode | None = None
-        """Status with which each admin call fails; None: it succeeds."""
-        self.folders: dict[str, str] = {}
-        """Fingerprints of the adapters in its adapter folder, by path."""
-        self.adapters: dict[str, str] = {}
-        """Fingerprints of the adapters that it has read, by name."""
         self.drain_ends: asyncio.Event | None = None
-        """Drains last until it is set; None: no time at all."""
-        self.cancelled_drains = 0
+        # Fingerprints of the adapters in its adapter folder, by path, and of those that it has read, by name.
+        self.folders: dict[str, str] = {}
+        self.adapters: dict[str, str] = {}
         self._exiting: asyncio.Task[None] | None = None
         self._turns: asyncio.Semaphore | None = None
         self._streams: set[_Stream] = set()
@@ -348,21 +345,7 @@ class FakeWorker(EngineServiceServicer):
         while rows:
             await asyncio.sleep(script.step_seconds)
             most_done = max(row.done for row in rows)
-            if script.die_after is not None and most_done >= script.die_after:
-                stream.outgoing.put_nowait(None)
-                return
-            if script.exit_after is not None and most_done >= script.exit_after:
-                # Not as a part of what it kills.
-                self._exiting = asyncio.create_task(self.kill())
-                return
-            if script.hang_after is not None and most_done >= script.hang_after:
-                self.hang()
-                return
-            if script.fail_after is not None and most_done >= script.fail_after:
-                failed = script.fail_reason
-                step = session_pb2.StepOutput(failed_handles=[submit.handle], failed_reasons=[failed])
-                stream.tasks.pop(submit.handle, None)
-                stream.send(step=step)
+            if self._has_failed(stream, submit, script, most_done):
                 return
             rows = [row for row in rows if (submit.handle, row.index) not in stream.cancelled_outputs]
             step = self._step(submit, script, [row for row in rows if row.index != script.silent_output])
@@ -370,6 +353,24 @@ class FakeWorker(EngineServiceServicer):
             if not rows:
                 stream.tasks.pop(submit.handle, None)
             stream.send(step=step)
+
+    def _has_failed(
+        self, stream: _Stream, submit: session_pb2.Submit, script: Script, most_done: int
+    ) -> bool:
+        """Fail as the script says once so many tokens are done."""
+        match script:
+            case Script(die_after=int(after)) if most_done >= after:
+                stream.outgoing.put_nowait(None)
+            case Script(exit_after=int(after)) if most_done >= after:
+                self._exiting = asyncio.create_task(self.kill())  # Not as a part of what it kills.
+            case Script(hang_after=int(after)) if most_done >= after:
+                self.hang()
+            case Script(fail_after=int(after)) if most_done >= after:
+                stream.tasks.pop(submit.handle, None)
+                stream.send(step={"failed_handles": [submit.handle], "failed_reasons": [script.fail_reason]})
+            case _:
+                return False
+        return True
 
     async def _embed(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
         await asyncio.sleep(script.step_seconds)
@@ -379,18 +380,9 @@ class FakeWorker(EngineServiceServicer):
             return
         embedding = expected_embedding(unpack_tokens(submit.token_ids), script.embedding_size)
         packed = b"" if script.omit_embedding else struct.pack(f"<{len(embedding)}f", *embedding)
-        stream.send(
-            step=session_pb2.StepOutput(
-                load=self.report(),
-                handles=[submit.handle],
-                token_offsets=[0],
-                token_counts=[0],
-                finish_reasons=[inference_pb2.FINISH_REASON_STOP],
-                stop_tokens=[0],
-                cached_tokens=[16],
-                details=[session_pb2.RowDetails(row=0, embedding=packed)],
-            )
-        )
+        row = {"handles": [submit.handle], "token_offsets": [0], "token_counts": [0], "stop_tokens": [0]}
+        row |= {"finish_reasons": [inference_pb2.FINISH_REASON_STOP], "cached_tokens": [16]}
+        stream.send(step={"load": self.report(), "details": [{"row": 0, "embedding": packed}], **row})
 
     def _step(self, submit: session_pb2.Submit, script: Script, rows: list["_Row"]) -> session_pb2.StepOutput:
         step = session_pb2.StepOutput(load=self.report())

@@ -45,16 +45,9 @@ def test_other_files_count_only_once_no_worker_has_served_for_a_while() -> None:
     fleet = Fleet(tokenizer_fingerprint="tokens", suspect_seconds=1.0, lost_seconds=2.0, clock=clock)
     for address in ("old", "new"):
         fleet._link(address)
+    kind = {"tokenizer_fingerprint": "tokens", "block_size": 16, "max_model_len": 64, "vocab_size": 9}
     hellos = {
-        name: session_pb2.Hello(
-            worker_id=name,
-            model_fingerprint=name,
-            tokenizer_fingerprint="tokens",
-            block_size=16,
-            max_model_len=64,
-            vocab_size=9,
-        )
-        for name in ("old", "new")
+        name: session_pb2.Hello(worker_id=name, model_fingerprint=name, **kind) for name in ("old", "new")
     }
     assert fleet.accept("old", hellos["old"]) is None
     assert fleet.accept("new", hellos["new"]) is not None

@@ -1,5 +1,6 @@
 """Placement is arithmetic on a snapshot; these tests check its properties."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -94,3 +95,12 @@ def test_what_comes_from_host_memory_is_no_prefill_but_needs_room_in_the_pool() 
 def test_placing_on_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no candidates"):
         place(PlacementRequest(prompt_tokens=1), [], "prefix", Random(0))
+
+
+def test_near_equals_share_and_clear_losers_get_nothing() -> None:
+    workers = [candidate("a"), candidate("b", sequences=1), candidate("c", queued_prefill_tokens=500)]
+    request = PlacementRequest(prompt_tokens=1000)
+    rng, config = Random(7), PlacementConfig(others_fraction=0.0)
+    shares = Counter(place(request, workers, "prefix", rng, config).chosen.worker_id for _ in range(1000))
+    assert shares["c"] == 0
+    assert 400 < shares["a"] < 600, shares

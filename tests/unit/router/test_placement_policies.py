@@ -134,3 +134,13 @@ def test_dynamos_temperature_draws_by_softmax_over_rescaled_costs() -> None:
     # One standard deviation of a share is at most 0.0035.
     for name, share in (("a", 0.665), ("b", 0.245), ("c", 0.090)):
         assert wins[name] / 20_000 == pytest.approx(share, abs=0.02)
+
+
+def test_dynamos_documented_example_comes_out_as_documented() -> None:
+    """Router Design, "Worker Selection": prefill blocks 8, 5, 2 and decode blocks 10, 5, 9 cost 18, 10, 11."""
+    workers = [
+        candidate(name, cached_tokens=cached, used_blocks=decode - (160 - cached) // 16)
+        for name, cached, decode in (("1", 32, 10), ("2", 80, 5), ("3", 128, 9))
+    ]
+    scores = place(PlacementRequest(prompt_tokens=160), workers, "dynamo", Random(0)).scores
+    assert [(score.worker_id, score.cost) for score in scores] == [("2", 10.0), ("3", 11.0), ("1", 18.0)]

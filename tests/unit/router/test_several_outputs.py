@@ -140,21 +140,22 @@ async def test_beams_come_at_the_end_with_one_delta_each_and_their_scores(router
     assert [output.finish.beam_score for output in whole.outputs] == [0.0, -1.0]
 
 
-@pytest.mark.parametrize("tokens_a_step", [1, 7, 200])
-async def test_logprobs_are_cut_with_the_tokens_that_a_stop_string_cuts(router, tokenizer, tokens_a_step):
+async def test_logprobs_are_cut_with_the_tokens_that_a_stop_string_cuts(
+    router: Router, tokenizer: Any
+) -> None:
     text = decode(tokenizer, expected_tokens(1, 200))
-    stop = text[60:66]
-    script = Script(tokens_a_step=tokens_a_step)
-    async with router.workers(worker_of_model("a", script=lambda submit: script)):
-        message = request(sampling={**LONG, "logprobs": 2, "stop": [stop]})
-        output = (await stream(router, message))[0]
-        whole = await router.inference.Generate(message)
-    assert output.text == text[: text.find(stop)]
-    assert len(output.token_ids) < 200
-    assert output.logprobs == token_logprobs(output.token_ids, 2)
-    assert output.finish is not None
-    assert output.finish.cumulative_logprob == score(output.token_ids)
-    assert list(whole.outputs[0].logprobs) == output.logprobs
+    message = request(sampling={**LONG, "logprobs": 2, "stop": [text[60:66]]})
+    async with router.workers(worker_of_model("a")) as (worker,):
+        for tokens_a_step in (1, 7, 200):
+            worker.script = lambda submit, number=tokens_a_step: Script(tokens_a_step=number)
+            output = (await stream(router, message))[0]
+            whole = await router.inference.Generate(message)
+            assert output.text == text[: text.find(text[60:66])]
+            assert len(output.token_ids) < 200
+            assert output.logprobs == token_logprobs(output.token_ids, 2)
+            assert output.finish is not None
+            assert output.finish.cumulative_logprob == score(output.token_ids)
+            assert list(whole.outputs[0].logprobs) == output.logprobs
 
 
 async def test_a_prompts_logprobs_come_with_the_first_delta(router: Router, worker: FakeWorker) -> None:

@@ -29,24 +29,16 @@ ABLE = cluster_pb2.WorkerLoad(
 
 
 def hello(name: str, kind: dict[str, Any]) -> session_pb2.Hello:
-    return session_pb2.Hello(
-        worker_id=name,
-        incarnation=f"{name}-life",
-        tokenizer_fingerprint="t",
-        block_size=16,
-        total_blocks=1000,
-        max_model_len=512,
-        vocab_size=100,
-        transfer_port=7,
-        block_bytes=1000,
-        **kind,
-    )
+    known = {"worker_id": name, "incarnation": f"{name}-life", "tokenizer_fingerprint": "t", "block_size": 16}
+    known |= {"total_blocks": 1000, "max_model_len": 512, "vocab_size": 100}
+    return session_pb2.Hello(**known, transfer_port=7, block_bytes=1000, **kind)
 
 
-def fleet_of(**kinds: dict[str, Any]) -> Fleet:
-    fleet = Fleet(tokenizer_fingerprint="t", suspect_seconds=2.0, lost_seconds=6.0, clock=Clock())
+def fleet_of(code: str = "", **kinds: dict[str, Any]) -> Fleet:
+    clock = Clock()
+    fleet = Fleet(tokenizer_fingerprint="t", suspect_seconds=2.0, lost_seconds=6.0, clock=clock, code=code)
     for name, kind in kinds.items():
-        fleet.links[name] = EngineLink(name, fleet, lost_seconds=2.0, clock=Clock())
+        fleet.links[name] = EngineLink(name, fleet, lost_seconds=2.0, clock=clock)
         assert fleet.accept(name, hello(name, kind)) is None, "unlike workers serve together"
         fleet.view.heard(name, ABLE)
     return fleet
@@ -68,9 +60,7 @@ def test_a_worker_fetches_from_like_workers_alone_whatever_unlike_ones_have() ->
     full = len(NAMES)
     # The three that have most are of another kind than a and b.
     everywhere = {"b": full - 1, "c": full, "d": full, "e": full, "f": full, "g": full}
-    assert pulled_from(view, everywhere) == {
-        "a": "b", "b": None, "c": None, "d": None, "e": None, "f": None, "g": None, "h": None,
-    }  # fmt: skip
+    assert pulled_from(view, everywhere) == {**dict.fromkeys("abcdefgh"), "a": "b"}
     assert pulled_from(view, {"g": full, "f": full}) == dict.fromkeys("abcdefgh")
 
 
@@ -122,3 +112,10 @@ def test_the_log_says_once_for_each_pair_why_it_exchanges_no_blocks(caplog: pyte
     assert "kernels is torch-deterministic, not torch" in caplog.text
     assert "older version" in caplog.text
     assert not any("workers c and b" in line or "workers b and c" in line for line in lines)
+
+
+@pytest.mark.parametrize(("code", "is_told"), [("0.1.0+aaaa", False), ("0.1.0+bbbb", True)])
+def test_other_code_is_accepted_and_told(code: str, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        fleet_of(code="0.1.0+aaaa", a={"version": code})
+    assert ("runs blockyard 0.1.0+bbbb, this router 0.1.0+aaaa" in caplog.text) is is_told
