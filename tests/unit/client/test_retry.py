@@ -24,30 +24,19 @@ def attempts(
     return Attempts(config, None, now=lambda: clock[0], jitter=lambda low, high: high)
 
 
-def test_backoff_doubles_up_to_a_limit() -> None:
+def test_backoff_doubles_up_to_a_limit_and_jitter_never_cuts_what_the_server_says() -> None:
     trying = attempts()
     assert [trying.delay_after(UNAVAILABLE) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-
-
-def test_a_server_that_says_when_is_obeyed_and_then_spread() -> None:
     assert attempts().delay_after(overloaded(2.0)) == pytest.approx(2.1)
+    trying = Attempts(ClientConfig(addresses=("a",)), None, now=lambda: 0.0, jitter=lambda low, high: low)
+    assert (trying.delay_after(UNAVAILABLE), trying.delay_after(overloaded(2.0))) == (0.0, 2.0)
 
 
-def test_jitter_may_draw_no_delay_but_never_cuts_the_servers() -> None:
-    config = ClientConfig(addresses=("a",))
-    trying = Attempts(config, None, now=lambda: 0.0, jitter=lambda low, high: low)
-    assert trying.delay_after(UNAVAILABLE) == 0.0
-    assert trying.delay_after(overloaded(2.0)) == 2.0
-
-
-def test_after_the_last_retry_the_failure_itself_is_raised() -> None:
+def test_after_the_last_retry_the_failure_itself_is_raised_and_the_deadline_covers_all_attempts() -> None:
     trying = attempts(retries=1)
     trying.delay_after(UNAVAILABLE)
     with pytest.raises(UnavailableError):
         trying.delay_after(UNAVAILABLE)
-
-
-def test_the_deadline_covers_all_attempts() -> None:
     clock = [0.0]
     trying = attempts(timeout_seconds=10.0, at=clock)
     clock[0] = 4.0
@@ -72,8 +61,8 @@ def test_calls_that_fail_together_move_on_by_one_router() -> None:
     assert rotation.current == "a"
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_to_connect_that_makes_no_sense_is_refused(seconds: float) -> None:
-    for kind in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="connect_seconds must be positive"):
-            kind("127.0.0.1:1", connect_seconds=seconds)
+def test_a_time_to_connect_that_makes_no_sense_is_refused() -> None:
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        for kind in (Client, AsyncClient):
+            with pytest.raises(ValueError, match="connect_seconds must be positive"):
+                kind("127.0.0.1:1", connect_seconds=seconds)

@@ -56,6 +56,13 @@ def reused(conversation: Conversation, answers: Sequence[Answer]) -> float:
     return (found // BLOCK_SIZE) / (len(conversation.cached) // BLOCK_SIZE)
 
 
+def asked(name: str, seed: int = 3) -> Conversation:
+    """Return a conversation in which the user has spoken."""
+    talk = Conversation(BY_NAME[name], seed)
+    talk.said("user", "Say it.")
+    return talk
+
+
 @each_family
 @pytest.mark.parametrize("seed", range(3))
 def test_every_block_of_three_answers_is_found_again(family: Family, seed: int) -> None:
@@ -142,8 +149,7 @@ def test_an_answer_that_the_client_has_changed_is_reused_up_to_there(family: Fam
 
 
 def test_of_several_outputs_the_one_that_the_client_sends_back_is_taken() -> None:
-    talk = Conversation(BY_NAME["hermes"], 1)
-    talk.said("user", "Say it.")
+    talk = asked("hermes", 1)
     place = place_of(talk.encode(()).text)
     encode = talk.encoder.encode_part
     outputs = [encode(f"{text}<|im_end|>", is_template=True) for text in ("one thing", SAID, "another")]
@@ -167,8 +173,7 @@ def test_a_text_prompt_repeats_an_output_too() -> None:
 
 
 def test_a_control_token_that_was_sampled_stays_text_where_a_client_sends_it_back() -> None:
-    talk = Conversation(BY_NAME["hermes"], 3)
-    talk.said("user", "Say it.")
+    talk = asked("hermes", 3)
     start = talk.tokenizer.convert_tokens_to_ids("<|im_start|>")
     words = talk.encoder.encode_part("some words of an answer", is_template=True)
     answer = Answer(place_of(talk.encode(()).text), [*words, start, *words, talk.tokenizer.eos_token_id])
@@ -206,8 +211,7 @@ def test_a_control_token_never_takes_the_place_of_a_clients_text_that_spells_it(
 
 
 def test_tokens_of_another_tokenizer_are_no_part_of_a_prompt() -> None:
-    talk = Conversation(BY_NAME["hermes"], 3)
-    talk.said("user", "Say it.")
+    talk = asked("hermes", 3)
     sampled = talk.answered(SAID)
     talk.said("user", "Go on.")
     unknown = [*sampled[:9], 2**31 - 1, *sampled[9:]]

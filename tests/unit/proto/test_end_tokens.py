@@ -55,26 +55,23 @@ def test_an_answer_ends_at_every_end_token_that_a_file_names(tmp_path, tokenizer
     assert facts.eos_token_ids == load_config(folder).eos_token_ids == ends
 
 
-@pytest.mark.parametrize(
-    "named",
-    [
-        {"eos_token": {"content": "<|im_end|>"}},
-        {"eos_token": "<|im_end|>", "added_tokens_decoder": {"2": {"content": "<|im_end|>"}}},
-    ],
-)
-def test_a_worker_finds_the_tokenizers_end_token_however_it_is_spelled(tmp_path: Path, named: dict[str, Any]):
-    nothing = {"eos_token_id": None}
-    folder = folder_with(tmp_path, generation_config=nothing, config=nothing, tokenizer_config=named)
-    assert load_config(folder).eos_token_ids == {TURN_END}
-    (folder / "tokenizer_config.json").write_text("{}")
-    assert load_config(folder).eos_token_ids == set()
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert load_config(folder).eos_token_ids == {TURN_END}
+def test_a_worker_finds_the_tokenizers_end_token_however_it_is_spelled(tmp_path: Path) -> None:
+    nothing, spelled = {"eos_token_id": None}, {"content": "<|im_end|>"}
+    for number, named in enumerate(
+        ({"eos_token": spelled}, {"eos_token": "<|im_end|>", "added_tokens_decoder": {"2": spelled}})
+    ):
+        files = {"generation_config": nothing, "config": nothing, "tokenizer_config": named}
+        folder = folder_with(tmp_path / str(number), **files)
+        assert load_config(folder).eos_token_ids == {TURN_END}
+        (folder / "tokenizer_config.json").write_text("{}")
+        assert load_config(folder).eos_token_ids == set()
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+        assert load_config(folder).eos_token_ids == {TURN_END}
 
 
-@pytest.mark.parametrize("named", ["</s>", [True], {"id": 2}, 1.5])
-def test_an_end_token_that_is_no_id_is_refused(tmp_path, tokenizer, named):
-    folder = folder_with(tmp_path, config={"eos_token_id": named})
-    for read in (load_config, lambda one: read_facts(one, names=("m",), tokenizer=tokenizer)):
-        with pytest.raises(ValueError, match="eos_token_id"):
-            read(folder)
+def test_an_end_token_that_is_no_id_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for number, named in enumerate(("</s>", [True], {"id": 2}, 1.5)):
+        folder = folder_with(tmp_path / str(number), config={"eos_token_id": named})
+        for read in (load_config, lambda one: read_facts(one, names=("m",), tokenizer=tokenizer)):
+            with pytest.raises(ValueError, match="eos_token_id"):
+                read(folder)

@@ -78,13 +78,8 @@ class Worker:
     """Total time to the first tokens, over all requests."""
 
     def __post_init__(self) -> None:
-        record = WorkerRecord(
-            worker_id=WorkerId(self.name),
-            incarnation=Incarnation(self.name),
-            address=self.name,
-            fingerprint="model",
-            block_size=BLOCK_SIZE,
-        )
+        known = {"address": self.name, "fingerprint": "model", "block_size": BLOCK_SIZE}
+        record = WorkerRecord(worker_id=WorkerId(self.name), incarnation=Incarnation(self.name), **known)
         self.berth: Berth = answer(self.index.register(record, lease_seconds=1e9))
         self.num_batches = 0
 

@@ -14,15 +14,8 @@ MAX_ADDRESSES = 8
 
 
 def record(number: int) -> WorkerRecord:
-    return signed(
-        WorkerRecord(
-            worker_id=WorkerId(f"w{number}"),
-            incarnation=Incarnation("1"),
-            address=f"127.0.0.1:{number}",
-            fingerprint="model",
-            block_size=16,
-        )
-    )
+    known = {"incarnation": Incarnation("1"), "fingerprint": "model", "block_size": 16}
+    return signed(WorkerRecord(worker_id=WorkerId(f"w{number}"), address=f"127.0.0.1:{number}", **known))
 
 
 GENUINE = [record(number) for number in range(1, 17)]

@@ -31,41 +31,26 @@ def step(**changes: Any) -> session_pb2.StepOutput:
 
 
 def test_each_row_gets_its_tokens_and_its_details() -> None:
-    first, second, third, failed = events_of(step())
-    assert first == (
-        7,
-        Tokens(
-            offset=0,
-            token_ids=[10, 11],
-            finish_reason=0,
-            stop_token=None,
-            cached_tokens=16,
-            logprobs=tuple(token_logprobs([10, 11], 2)),
-            prompt_logprobs=tuple(token_logprobs([5], 1)),
-        ),
-    )
-    assert second == (
-        7,
-        Tokens(index=1, offset=4, token_ids=[], finish_reason=2, stop_token=None, cached_tokens=16),
-    )
-    assert third == (
-        9,
-        Tokens(
-            offset=2,
-            token_ids=[12],
-            finish_reason=1,
-            stop_token=12,
-            cached_tokens=32,
-            cumulative_logprob=0.0,
-            beam_score=-1.5,
-        ),
-    )
-    assert failed == (8, Refused(reason=session_pb2.REJECT_REASON_INTERNAL))
-
-
-def test_without_indexes_every_row_is_output_0() -> None:
+    common: dict[str, Any] = {"finish_reason": 0, "stop_token": None, "cached_tokens": 16}
+    logprobs = {
+        "logprobs": tuple(token_logprobs([10, 11], 2)),
+        "prompt_logprobs": tuple(token_logprobs([5], 1)),
+    }
+    beam = {
+        "finish_reason": 1,
+        "stop_token": 12,
+        "cached_tokens": 32,
+        "cumulative_logprob": 0.0,
+        "beam_score": -1.5,
+    }
+    assert events_of(step()) == [
+        (7, Tokens(offset=0, token_ids=[10, 11], **common, **logprobs)),
+        (7, Tokens(index=1, offset=4, token_ids=[], **common | {"finish_reason": 2})),
+        (9, Tokens(offset=2, token_ids=[12], **beam)),
+        (8, Refused(reason=session_pb2.REJECT_REASON_INTERNAL)),
+    ]
     events = [event for _, event in events_of(step(indexes=[]))]
-    assert [event.index for event in events if isinstance(event, Tokens)] == [0, 0, 0]
+    assert [event.index for event in events if isinstance(event, Tokens)] == [0, 0, 0], "without indexes"
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,6 @@ def losses(*, talks: bool, is_frozen: bool) -> list[tuple[float, str]]:
     # those alone that said nothing meanwhile.
     [(False, False, [2.2]), (True, True, []), (False, True, [5.5])],
 )
-def test_a_worker_is_given_up_for_its_own_silence_alone(
-    talks: bool, is_frozen: bool, lost_at: list[float]
-) -> None:
+def test_a_worker_is_given_up_for_its_own_silence_alone(talks: bool, is_frozen: bool, lost_at: list[float]):
     expected = [(pytest.approx(seconds, abs=0.01), "silent for 2.2 s") for seconds in lost_at]
     assert losses(talks=talks, is_frozen=is_frozen) == expected

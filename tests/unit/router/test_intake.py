@@ -44,31 +44,24 @@ def test_one_client_has_half_of_the_budget_at_most_all_together_have_one_and_byt
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "is_one"),
+    ("first", "second", "tenant", "is_one"),
     [
-        ("ipv4:10.0.0.1:50000", "ipv4:10.0.0.1:50001", True),
-        ("ipv4:10.0.0.1:50000", "ipv4:10.0.0.2:50000", False),
-        ("ipv6:[2001:db8:0:1::1]:50000", "ipv6:%5B2001:db8:0:1:ffff::2%5D:50000", True),
-        ("ipv6:[2001:db8:0:1::1]:50000", "ipv6:[2001:db8:0:2::1]:50000", False),
-        ("ipv6:[::ffff:10.0.0.1]:50000", "ipv4:10.0.0.1:50000", True),
+        ("ipv4:10.0.0.1:50000", "ipv4:10.0.0.1:50001", "", True),
+        ("ipv4:10.0.0.1:50000", "ipv4:10.0.0.2:50000", "", False),
+        ("ipv6:[2001:db8:0:1::1]:50000", "ipv6:%5B2001:db8:0:1:ffff::2%5D:50000", "", True),
+        ("ipv6:[2001:db8:0:1::1]:50000", "ipv6:[2001:db8:0:2::1]:50000", "", False),
+        ("ipv6:[::ffff:10.0.0.1]:50000", "ipv4:10.0.0.1:50000", "", True),
+        (A, B, "acme", True),
     ],
 )
-def test_an_address_is_one_client_and_so_is_a_network_of_ipv6(first: str, second: str, is_one: bool) -> None:
+def test_an_address_a_network_of_ipv6_or_a_tenant_is_one_client(first, second, tenant, is_one):
     intake = Intake(budget_bytes=BUDGET)
-    with intake.charge(first) as one, intake.charge(second) as other:
-        one.grow(500)
-        with pytest.raises(Overloaded, match="of this client") if is_one else nullcontext():
-            other.grow(500)
-
-
-def test_a_tenant_is_one_client_whatever_its_addresses() -> None:
-    intake = Intake(budget_bytes=BUDGET)
-    token = PRINCIPAL.set(Principal(name="ann", role=Role.USER, tenant="acme"))
+    token = PRINCIPAL.set(Principal(name="ann", role=Role.USER, tenant=tenant) if tenant else PRINCIPAL.get())
     try:
-        with intake.charge(A) as charge, intake.charge(B) as other:
-            charge.grow(500)
-            with pytest.raises(Overloaded, match="of this client"):
-                other.grow(1)
+        with intake.charge(first) as one, intake.charge(second) as other:
+            one.grow(500)
+            with pytest.raises(Overloaded, match="of this client") if is_one else nullcontext():
+                other.grow(500)
     finally:
         PRINCIPAL.reset(token)
 

@@ -30,13 +30,8 @@ def fleet_of(clock: Clock, names: str = "a") -> Fleet:
 
 
 async def register(index: TwinPrefixIndex) -> Berth:
-    record = WorkerRecord(
-        worker_id=WorkerId("a"),
-        incarnation=Incarnation("a1"),
-        address="a",
-        fingerprint="model",
-        block_size=16,
-    )
+    known = {"address": "a", "fingerprint": "model", "block_size": 16}
+    record = WorkerRecord(worker_id=WorkerId("a"), incarnation=Incarnation("a1"), **known)
     return await index.register(record, lease_seconds=600.0, has_host_cache=True)
 
 

@@ -154,12 +154,8 @@ def test_each_end_is_one_line_of_the_log_with_workers_blocks_and_times(caplog: p
 
 def pulling_worker(name: str, script: Script, *, queued: int) -> FakeWorker:
     """A worker that measured its link and its host memory."""
-    load = cluster_pb2.WorkerLoad(
-        queued_prefill_tokens=queued,
-        host_tokens_per_second=1e6,
-        pull_setup_seconds=0.001,
-        pull_bytes_per_second=1e9,
-    )
+    load = cluster_pb2.WorkerLoad(queued_prefill_tokens=queued, host_tokens_per_second=1e6)
+    load.pull_setup_seconds, load.pull_bytes_per_second = 0.001, 1e9
     worker = FakeWorker(name, script=lambda submit: script, load=load, transfer_port=9, block_bytes=1024)
     worker.load.CopyFrom(load)
     return worker
@@ -169,22 +165,17 @@ def pulling_worker(name: str, script: Script, *, queued: int) -> FakeWorker:
 async def two_workers(script: Script) -> AsyncIterator[Rig]:
     """The first one has the prompts' blocks, but is busy. The second one runs the requests by this script."""
     index = TwinPrefixIndex(time.monotonic)
-    record = WorkerRecord(
-        worker_id=SOURCE_ID,
-        incarnation=Incarnation(f"{SOURCE_ID}-life-1"),
-        address="anywhere",
-        fingerprint="model",
-        block_size=BLOCK_SIZE,
-    )
+    known = {"address": "anywhere", "fingerprint": "model", "block_size": BLOCK_SIZE}
+    record = WorkerRecord(worker_id=SOURCE_ID, incarnation=Incarnation(f"{SOURCE_ID}-life-1"), **known)
     berth = await index.register(record, lease_seconds=600.0)
     names = split_names(PROMPT.block_names)[1:]
     await index.apply(berth, Batch(sequence=1, added=tuple(names)))
-    workers = (
+    busy, idle = (
         pulling_worker(SOURCE_ID, Script(), queued=100_000),
         pulling_worker("taker", script, queued=0),
     )
     lookup = PrefixLookup(index, config=PrefixLookupConfig(timeout_seconds=5.0))
-    async with rig(*workers, lookup=lookup) as made:
+    async with rig(busy, idle, lookup=lookup) as made:
         yield made
 
 
@@ -209,12 +200,8 @@ async def test_a_request_knows_its_last_pull_as_its_worker_reported_it() -> None
         assert pull.plan.saved_ms > 10.0
         assert made.relay.pulls.recent() == [pull]
         shown = pull_message(pull, pull.began_at + 9.0)
-        assert (shown.source_id, shown.end, round(shown.elapsed_ms), shown.saved_ms) == (
-            SOURCE_ID,
-            "fewer",
-            3,
-            0.0,
-        )
+        told = (shown.source_id, shown.end, round(shown.elapsed_ms), shown.saved_ms)
+        assert told == (SOURCE_ID, "fewer", 3, 0.0)
 
 
 def lending_bytes(made: Rig) -> int:

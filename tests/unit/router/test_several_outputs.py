@@ -140,9 +140,7 @@ async def test_beams_come_at_the_end_with_one_delta_each_and_their_scores(router
     assert [output.finish.beam_score for output in whole.outputs] == [0.0, -1.0]
 
 
-async def test_logprobs_are_cut_with_the_tokens_that_a_stop_string_cuts(
-    router: Router, tokenizer: Any
-) -> None:
+async def test_logprobs_are_cut_with_the_tokens_that_a_stop_string_cuts(router: Router, tokenizer: Any):
     text = decode(tokenizer, expected_tokens(1, 200))
     message = request(sampling={**LONG, "logprobs": 2, "stop": [text[60:66]]})
     async with router.workers(worker_of_model("a")) as (worker,):

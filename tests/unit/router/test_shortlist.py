@@ -49,16 +49,14 @@ class Cluster:
 
     def accept(self, number: int, life: int) -> None:
         name = str(number)
-        hello = session_pb2.Hello(
-            worker_id=f"w{number}",
-            incarnation=f"{name}-{life}",
-            block_size=16,
-            total_blocks=1000,
-            transfer_port=number % 5,
-            block_bytes=16_000,
-            kv_layout="layers=1",
-            kv_arithmetic="kernels=cpu" if number % 3 else "kernels=torch",
-        )
+        known = {
+            "worker_id": f"w{number}",
+            "incarnation": f"{name}-{life}",
+            "block_size": 16,
+            "total_blocks": 1000,
+        }
+        kind = {"kv_layout": "layers=1", "kv_arithmetic": "kernels=cpu" if number % 3 else "kernels=torch"}
+        hello = session_pb2.Hello(**known, transfer_port=number % 5, block_bytes=16_000, **kind)
         self.view.accepted(name, hello)
 
     def happen(self, random: Random) -> None:
@@ -247,66 +245,43 @@ def test_costs_of_columns_are_those_of_scores(workers, prompt_tokens, is_measure
     if is_measured:
         step_costs.observe(StepWork(1.0, 10, 5, 5000, 100, 40, 9000, 100_000))
     rows = np.array([row_of(candidate, slowness) for candidate, slowness in workers], float)
-    candidates = [
-        candidate._replace(
+
+    def measured(candidate: Candidate, slowness: float) -> Candidate:
+        step_seconds = step_costs.decode_seconds(candidate.sequences, candidate.context_tokens)
+        return candidate._replace(
             prefill_tokens_per_second=step_costs.tokens_per_second / slowness,
             pair_tokens=step_costs.pair_tokens,
-            decode_step_ms=1000
-            * slowness
-            * step_costs.decode_seconds(candidate.sequences, candidate.context_tokens)
-            if candidate.sequences
-            else 0.0,
+            decode_step_ms=1000 * slowness * step_seconds if candidate.sequences else 0.0,
         )
-        for candidate, slowness in workers
-    ]
+
+    candidates = [measured(*worker) for worker in workers]
     on_gpu = np.array([candidate.cached_tokens / 16 for candidate in candidates])
     host = np.array([candidate.host_cached_tokens / 16 for candidate in candidates])
-    adapter_ms = np.array([candidate.adapter_ms for candidate in candidates])
-    costs = costs_of(
-        prompt_tokens,
-        on_gpu,
-        on_gpu + host,
-        workers=Columns(*rows.T),
-        costs=step_costs,
-        config=CONFIG,
-        adapter_ms=adapter_ms,
-    )
-    scores = score_all(prompt_tokens, candidates, CONFIG)
-    assert costs.tolist() == pytest.approx([score.total_ms for score in scores], rel=1e-9)
-    sources = [
+    known = {"workers": Columns(*rows.T), "costs": step_costs, "config": CONFIG}
+    known["adapter_ms"] = np.array([candidate.adapter_ms for candidate in candidates])
+    both = [
         PullSource(WorkerId("s"), Incarnation("i"), "s:1", "s:2", blocks * 16, lending_bytes=10**6)
         for blocks in (source_blocks, source_blocks // 2)
     ]
-    pulling = costs_of(
-        prompt_tokens,
-        on_gpu,
-        on_gpu + host,
-        workers=Columns(*rows.T),
-        costs=step_costs,
-        config=CONFIG,
-        sources=sources,
-        adapter_ms=adapter_ms,
-    )
-    scores = score_all(prompt_tokens, candidates, CONFIG, sources)
-    assert pulling.tolist() == pytest.approx([score.total_ms for score in scores], rel=1e-9)
+    for sources in ([], both):
+        costs = costs_of(prompt_tokens, on_gpu, on_gpu + host, sources=sources, **known)
+        scores = score_all(prompt_tokens, candidates, CONFIG, sources)
+        assert costs.tolist() == pytest.approx([score.total_ms for score in scores], rel=1e-9)
 
 
-def test_equal_workers_are_all_chosen_in_time_and_alike_by_the_same_key() -> None:
+def test_equal_workers_are_all_chosen_in_time_and_alike_by_the_same_key_and_a_favourite_however_loaded() -> (
+    None
+):
+    def listed(cluster: Cluster, number: int, **options: WorkerId) -> set[str]:
+        few = cluster.view.shortlist([], 100, {}, key=bytes([number]), most=MOST, **options)
+        return {candidate.address for candidate in few}
+
     cluster = Cluster(200)
-    drawn = [
-        {c.address for c in cluster.view.shortlist([], 100, {}, key=bytes([number]), most=MOST)}
-        for number in range(256)
-    ]
+    drawn = [listed(cluster, number) for number in range(256)]
     assert len(set().union(*drawn)) > 180
-    again = Cluster(200)
-    assert {c.address for c in again.view.shortlist([], 100, {}, key=b"\x00", most=MOST)} == drawn[0]
-
-
-def test_a_favourite_is_on_the_shortlist_however_loaded() -> None:
-    cluster = Cluster(40)
+    assert listed(Cluster(200), 0) == drawn[0]
     cluster.view.heard("7", cluster_pb2.WorkerLoad(running=50))
-    some = cluster.view.shortlist([], 100, {}, key=b"", favourite=WorkerId("w7"), most=MOST)
-    assert "7" in {candidate.address for candidate in some}
+    assert "7" in listed(cluster, 0, favourite=WorkerId("w7"))
 
 
 def test_expected_prefixes_are_forgotten_though_no_prompt_asks_for_them_again() -> None:
