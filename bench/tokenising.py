@@ -47,7 +47,7 @@ SETTLE_SECONDS = 2.0
 CALL_SECONDS = 60.0
 SENDERS_NICENESS = 15
 MOST_LATER_MS = 100.0
-PROOF = ("tests/unit/router/test_tokenizing.py", "tests/unit/router/test_tokenizer_service.py")
+PROOF = ("tests/unit/router/test_tokenizing.py", "tests/nightly/router/test_tokenizer_service.py")
 SHORT = "def read_lines(path):\n    with open(path) as file:\n        return file."
 
 
