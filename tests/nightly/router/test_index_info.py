@@ -5,7 +5,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -14,13 +13,12 @@ from blockyard.deploy.machine.redis_server import RedisProcess, start_private_re
 from blockyard.proto.index.redis import connect
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
-from blockyard.worker.config import EngineConfig, WorkerConfig
-from blockyard.worker.server import WorkerServer
 from click.testing import CliRunner
 from redis.asyncio import Redis
 
-from tests.unit.router.fake_worker import SECRET
-from tests.unit.router.rig import MODEL, Router, is_ready, request, running_router, until, worker_of_model
+from tests.unit.router.rig import Router, is_ready, request, running_router, until, worker_of_model
+
+from .rig import SIMULATED, worker
 
 EXACT = cluster_pb2.INDEX_STATE_EXACT
 DEGRADED = cluster_pb2.INDEX_STATE_DEGRADED
@@ -30,30 +28,13 @@ STRIDE_BLOCKS = 2
 
 
 @asynccontextmanager
-async def real_worker(
-    redis_url: str | None, worker_id: str = "w0", cluster: str = "default", **engine: Any
-) -> AsyncIterator[str]:
-    settings = {
-        "model": str(MODEL),
-        "engine": "simulated",
-        "simulated_step_seconds": 0.001,
-        "index_stride_tokens": 16 * STRIDE_BLOCKS,
-        **engine,
-    }
-    worker = WorkerServer(
-        WorkerConfig(
-            engine=EngineConfig(**settings),
-            worker_id=worker_id,
-            cluster=cluster,
-            cluster_secret=SECRET,
-            redis_url=redis_url,
-        )
-    )
-    address = await worker.start()
+async def real_worker(redis_url: str | None, number: int = 0) -> AsyncIterator[str]:
+    own = worker(number, redis_url=redis_url, **SIMULATED, index_stride_tokens=16 * STRIDE_BLOCKS)
+    address = await own.start()
     try:
         yield address
     finally:
-        await worker.stop(0)
+        await own.stop(0)
 
 
 async def index_info(router: Router) -> cluster_pb2.IndexInfo:
@@ -106,8 +87,8 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
             assert (info.live_berths, info.dead_berths) == (1, 0)
             assert info.lookups > 0
             assert 0 < info.lookup_p50_seconds <= info.lookup_p99_seconds
-            (worker,) = info.workers
-            assert (worker.worker_id, worker.index.state, worker.index.entries) == ("w0", EXACT, info.names)
+            (told,) = info.workers
+            assert (told.worker_id, told.index.state, told.index.entries) == ("worker-0", EXACT, info.names)
             shown = json.loads(await command(router, "--output", "json"))
             assert shown["state"] == "INDEX_STATE_EXACT"
             assert shown["bytes_per_name"] == pytest.approx(info.bytes / info.names)
@@ -176,14 +157,14 @@ async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another
 async def test_a_worker_that_tells_another_index_degrades_this_one(server, operator):
     async with (
         running_router(redis_url=server.url) as router,
-        real_worker(server.url, "here"),
-        real_worker(server.url.removesuffix("/0") + "/1", "elsewhere") as address,
+        real_worker(server.url),
+        real_worker(server.url.removesuffix("/0") + "/1", 1) as address,
     ):
         router.server.set_workers([address])
         await until(lambda: both_are_exact(router))
         await until(lambda: is_in_state(router, DEGRADED))
         info = await index_info(router)
-        assert info.state_reason.startswith("elsewhere is not in this router's index")
+        assert info.state_reason.startswith("worker-1 is not in this router's index")
         assert (info.live_berths, (await cluster_info(router)).index_available) == (1, True)
 
 

@@ -1,6 +1,7 @@
 """A whole router on a real port, with the demo model's tokenizer and scripted workers."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -121,6 +122,23 @@ async def until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
 def request(prompt: str = "def f(x):", **fields: Any) -> inference_pb2.GenerateRequest:
     sampling = {"max_tokens": 20, "seed": 1, **fields.pop("sampling", {})}
     return inference_pb2.GenerateRequest(prompt=prompt, sampling=sampling, **fields)
+
+
+@contextmanager
+def nothing_left_to_the_collector(kind: type, most: int = 0) -> Iterator[None]:
+    """Check that what happens meanwhile leaves the garbage collector nothing of a kind: its walk stops the loop."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = sum(isinstance(thing, kind) for thing in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left <= most
 
 
 async def is_idle(router: Router) -> bool:

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from blockyard.router.admission.loop_budget import LoopBudget
@@ -15,10 +17,17 @@ class Ticks:
         self.now = 0
         self.passed: list[tuple[int, int]] = []
 
-    async def count(self) -> None:
-        while True:
-            self.now += 1
-            await asyncio.sleep(0)
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[None]:
+        async def count() -> None:
+            while True:
+                self.now += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        yield
+        counting.cancel()
+        assert self.most_in_a_tick == 3
 
     async def step(self, number: int) -> None:
         await self.budget.take()
@@ -35,34 +44,29 @@ class Ticks:
 
 async def test_no_tick_exceeds_the_budget_and_the_order_is_kept() -> None:
     ticks = Ticks(3)
-    counting = asyncio.create_task(ticks.count())
-    for _ in range(2):
-        await asyncio.gather(*(ticks.step(number) for number in range(20)))
-    counting.cancel()
+    async with ticks.counted():
+        for _ in range(2):
+            await asyncio.gather(*(ticks.step(number) for number in range(20)))
     assert ticks.order == [*range(20)] * 2
-    assert ticks.most_in_a_tick == 3
 
 
 async def test_steps_without_a_task_keep_to_the_same_budget_in_order_with_the_others() -> None:
     ticks = Ticks(3)
-    counting = asyncio.create_task(ticks.count())
-    stepping = asyncio.gather(*(ticks.step(number) for number in range(10)))
-    await asyncio.sleep(0)
-    for number in range(10, 20):
-        ticks.budget.run(lambda number=number: ticks.passed.append((ticks.now, number)))
-    await stepping
-    for _ in range(20):
+    async with ticks.counted():
+        stepping = asyncio.gather(*(ticks.step(number) for number in range(10)))
         await asyncio.sleep(0)
-    counting.cancel()
+        for number in range(10, 20):
+            ticks.budget.run(lambda number=number: ticks.passed.append((ticks.now, number)))
+        await stepping
+        for _ in range(20):
+            await asyncio.sleep(0)
     assert ticks.order == [*range(20)]
-    assert ticks.most_in_a_tick == 3
 
 
 @pytest.mark.parametrize("at_once", [4, 20])
 async def test_tasks_of_later_ticks_do_not_overtake(at_once: int) -> None:
     ticks = Ticks(3)
-    counting = asyncio.create_task(ticks.count())
-    async with asyncio.TaskGroup() as tasks:
+    async with ticks.counted(), asyncio.TaskGroup() as tasks:
 
         async def step_and_bring_another(number: int) -> None:
             await ticks.step(number)
@@ -72,9 +76,7 @@ async def test_tasks_of_later_ticks_do_not_overtake(at_once: int) -> None:
 
         for number in range(at_once):
             tasks.create_task(step_and_bring_another(number))
-    counting.cancel()
     assert ticks.order == [*range(100)]
-    assert ticks.most_in_a_tick == 3
 
 
 async def test_who_waits_is_served_however_busy_the_others_are() -> None:
