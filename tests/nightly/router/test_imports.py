@@ -1,4 +1,4 @@
-"""What a part of the product loads: decisions are pure, clients are light, and tokenising needs no torch."""
+"""Imports of the parts of the product: decisions are pure, clients are light, and tokenising needs no torch."""
 
 import subprocess
 import sys
