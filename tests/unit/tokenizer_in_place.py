@@ -1,4 +1,4 @@
-"""A tokenizer "process" that answers in the process of the tests. tests/nightly/router has the tests of the real one."""
+"""A tokenizer "process" that answers in the process of the tests. tests/nightly/router tests the real one."""
 
 import asyncio
 from functools import cache
@@ -73,4 +73,6 @@ def tokenizer_of(path: str, chat_template: str | None, files: Files) -> Any:
 def tokenise_in_place(patch: pytest.MonkeyPatch) -> None:
     """Let each folder be loaded once."""
     patch.setattr(service, "TokenizerProcess", TokenizerInPlace)
-    patch.setattr(service, "load_tokenizer", lambda path, template: tokenizer_of(path, template, files_of(path)))
+    patch.setattr(
+        service, "load_tokenizer", lambda path, template: tokenizer_of(path, template, files_of(path))
+    )

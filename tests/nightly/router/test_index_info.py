@@ -25,11 +25,12 @@ DEGRADED = cluster_pb2.INDEX_STATE_DEGRADED
 ABSENT = cluster_pb2.INDEX_STATE_ABSENT
 PROMPT = "import os\n" * 80
 STRIDE_BLOCKS = 2
+BARE = {"index_stride_tokens": 16 * STRIDE_BLOCKS, "host_cache_gib": 0.0}
 
 
 @asynccontextmanager
 async def real_worker(redis_url: str | None, number: int = 0) -> AsyncIterator[str]:
-    own = worker(number, redis_url=redis_url, **SIMULATED, index_stride_tokens=16 * STRIDE_BLOCKS)
+    own = worker(number, redis_url=redis_url, **SIMULATED, **BARE)
     address = await own.start()
     try:
         yield address
