@@ -36,10 +36,7 @@ QUANTISED = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> None:
     architecture, overrides, kv_cache_dtype = CASES[case]
     overrides = {"max_position_embeddings": 1024, "vocab_size": 4096, "head_dim": 64} | overrides

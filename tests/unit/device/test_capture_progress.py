@@ -13,67 +13,48 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(autouse=True)
-def _logs(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="blockyard.worker.execution.capture_progress")
-
-
-def capture(total: int) -> None:
+def capture(total: int, fail_after: int | None = None) -> None:
     with CaptureProgress(total) as progress:
-        for _ in range(total):
+        for number in range(total):
+            if number == fail_after:
+                raise MemoryError
             progress.advance()
 
 
-def capture_until_it_fails() -> None:
-    with CaptureProgress(9) as progress:
-        progress.advance()
-        raise MemoryError
+def test_a_bar_is_full_when_all_is_done_and_not_before() -> None:
+    for done, total, filled in ((0, 35, 0), (17, 35, 11), (34, 35, 23), (35, 35, WIDTH), (0, 0, 0)):
+        assert bar(done, total) == f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}"
 
 
-@pytest.mark.parametrize(
-    ("done", "total", "filled"), [(0, 35, 0), (17, 35, 11), (34, 35, 23), (35, 35, WIDTH), (0, 0, 0)]
-)
-def test_a_bar_is_full_when_all_is_done_and_not_before(done: int, total: int, filled: int) -> None:
-    assert bar(done, total) == f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}"
-
-
-def test_a_terminal_has_a_bar_that_goes_and_one_line_in_the_log(
+def test_progress_is_a_bar_on_a_terminal_and_lines_of_the_log_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    capture(20)
-    shown = terminal.getvalue()
-    assert "\n" not in shown
-    assert [f" {done}/20 " in shown for done in (0, 1, 19, 20)] == [True] * 4
-    assert shown.endswith(ERASE)
-    (line,) = caplog.messages
-    assert line.startswith("decode graphs: 20 captured in ")
-
-
-def test_elsewhere_it_is_lines_of_the_log_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", file)
-    capture(2 * LOG_EVERY)
-    assert not file.getvalue()
-    *before, last = caplog.messages
-    assert before == ["decode graphs: 8 of 16 captured"]
-    assert last.startswith("decode graphs: 16 captured in ")
+    caplog.set_level(logging.INFO, logger="blockyard.worker.execution.capture_progress")
+    for stderr in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        caplog.clear()
+        capture(2 * LOG_EVERY)
+        *before, last = caplog.messages
+        assert last.startswith("decode graphs: 16 captured in ")
+        shown = stderr.getvalue()
+        if isinstance(stderr, Terminal):
+            assert not before
+            assert "\n" not in shown
+            assert all(f" {done}/16 " in shown for done in (0, 1, 15, 16))
+            assert shown.endswith(ERASE)
+        else:
+            assert before == ["decode graphs: 8 of 16 captured"]
+            assert not shown
+    monkeypatch.setattr(sys, "stderr", None)
+    capture(3)
 
 
 def test_a_capture_that_fails_takes_its_bar_away_and_claims_no_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with pytest.raises(MemoryError):
-        capture_until_it_fails()
+        capture(9, fail_after=1)
     assert terminal.getvalue().endswith(ERASE)
     assert not caplog.messages
-
-
-def test_a_process_without_stderr_captures_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    capture(3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,11 @@ from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder
 from blockyard.worker.execution.warm_up_rows import largest_rows
 from blockyard.worker.memory.gpu_memory import MemoryUse, measure
 from blockyard.worker.memory.host_blocks import STAGING_BYTES
-from blockyard.worker.sequences.block_table import BlockTable
-from blockyard.worker.sequences.identifiers import BlockId, SequenceId
-from blockyard.worker.sequences.sampling_params import SamplingParams
-from blockyard.worker.sequences.sequence import Sequence, token_array
-from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
 from blockyard.worker.startup.pool_size import measured_budget
 
-from tests.unit.worker.checkpoints import reference_greedy, shared_checkpoint
+from tests.unit.worker.checkpoints import shared_checkpoint
+from tests.unit.worker.steps import NEAR_GAP, execute, make_runner, make_sequence, row_of
+from tests.unit.worker.token_engines import greedy, prompt_of
 
 GIB = 2**30
 USE = MemoryUse(total=80 * GIB, foreign=2 * GIB, resident=16 * GIB, step=6 * GIB)
@@ -28,9 +26,6 @@ USE = MemoryUse(total=80 * GIB, foreign=2 * GIB, resident=16 * GIB, step=6 * GIB
 def test_the_pool_gets_what_utilization_leaves_beside_everything_else() -> None:
     assert USE.for_pool(0.9, later=GIB) == 72 * GIB - 25 * GIB
     assert USE.for_pool(1.0, later=0) == 56 * GIB
-
-
-def test_more_of_anything_else_is_as_much_less_pool() -> None:
     for name in ("foreign", "resident", "step"):
         more = dataclasses.replace(USE, **{name: getattr(USE, name) + 3 * GIB})
         assert USE.for_pool(0.8, later=0) - more.for_pool(0.8, later=0) == 3 * GIB
@@ -101,40 +96,23 @@ def test_the_largest_step_has_all_tokens_and_no_fewer_rows_than_may_run(
     assert len({row.sequence.sequence_id for row in rows}) == len(rows)
 
 
-def make_runner(max_loras: int = 0) -> TorchRunner:
-    return TorchRunner.create(
-        shared_checkpoint("LlamaForCausalLM"),
-        device="cpu",
-        dtype="float32",
-        num_blocks=1,
-        block_size=16,
-        max_loras=max_loras,
-    )
+def one_block(**settings: Any) -> TorchRunner:
+    return make_runner(shared_checkpoint("LlamaForCausalLM"), device="cpu", num_blocks=1, **settings)
 
 
 def test_a_runner_measured_on_one_block_serves_on_the_pool_it_gets_then() -> None:
-    runner = make_runner()
+    runner, prompt = one_block(), prompt_of(40)
     runner.run_largest_step(200, 12)
     assert len(runner._sampler.state) == 0
     runner.allocate_pools(8, 2)
     assert [len(pool) for pool in runner.kv_pools] == [8] * 3
     assert runner.host_blocks is not None
-    prompt = list(range(5, 45))
-    sequence = Sequence(
-        sequence_id=SequenceId(0),
-        tokens=token_array(prompt),
-        prompt_length=len(prompt),
-        sampling=SamplingParams(temperature=0.0),
-        names=[],
-        block_table=BlockTable(map(BlockId, (6, 1, 7))),
-    )
-    row = ScheduledRow(sequence=sequence, start=0, num_tokens=len(prompt), samples=True)
-    expected = reference_greedy(shared_checkpoint("LlamaForCausalLM"), tuple(prompt), 1).tokens[0]
-    assert runner.execute(StepPlan(step=0, rows=(row,))).tokens == [expected]
+    found = execute(runner, row_of(make_sequence(prompt, (6, 1, 7)))).tokens
+    assert found == greedy(shared_checkpoint("LlamaForCausalLM"), prompt, 1, NEAR_GAP)
 
 
 def test_the_largest_step_computes_an_adapter_where_any_is_served() -> None:
-    runner = make_runner(max_loras=1)
+    runner = one_block(max_loras=1)
     runner.run_largest_step(64, 4)
     assert runner.adapters is not None
     assert list(runner.adapters._held) == [0]
@@ -155,7 +133,7 @@ def test_graphs_are_left_room_where_there_will_be_any(enforce_eager: bool) -> No
     config = EngineConfig(
         model="any", max_num_seqs=16, max_num_batched_tokens=64, enforce_eager=enforce_eager
     )
-    runner, rows = make_runner(), ladder(16)
+    runner, rows = one_block(), ladder(16)
     partials = runner.split_bounds.partial_bytes(16, runner.config.head_dim)
     num_graphs = len(rows) + len([size for size in rows if size >= MIN_SHARERS])
     graphs = 0 if enforce_eager else GRAPH_BYTES * num_graphs + 20 * 16 // 64

@@ -6,38 +6,33 @@ Prompts are longer than every window and than the training context of a scaled r
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention.plan import plan_attention
-from blockyard.kernels.interface import BackendName
-from blockyard.kernels.selection import choose_backend
 from blockyard.worker.model.config import load_config
-from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.traits.family import Sizes
-from blockyard.worker.model.weights import load_weights
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.unit.worker.checkpoints import (
     ARCHITECTURES,
     assert_logits_equal_transformers,
+    config_of,
     make_checkpoint,
-    reference_greedy,
     reference_logits,
     shared_checkpoint,
 )
+from tests.unit.worker.steps import DEVICE, NEAR_GAP, Model
+from tests.unit.worker.token_engines import greedy, prompt_of
 
-BLOCK_SIZE = 16
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MIN_GAP = 2.5e-4
-MODES = [False, True] if DEVICE.type == "cpu" else [False]
-PROMPT_LENGTH = 75
+MODES = [{}, {"name": "torch"}, {"deterministic": True}] if DEVICE.type == "cpu" else [{}]
+PROMPTS = [prompt_of(75), prompt_of(40, seed=1), prompt_of(9, seed=2)]
 NUM_TOKENS = 6
 ORIGINAL = 24
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -86,127 +81,54 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
-    "qwen2-window-off": ("Qwen2ForCausalLM", QWEN_WINDOW | {"use_sliding_window": False}),
+    "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "one-kv-head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "four-kv-heads": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
+    "larger-heads": ("LlamaForCausalLM", {"head_dim": 32}),
+    "base": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
 }
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
+    "qwen2-window-off": ("Qwen2ForCausalLM", QWEN_WINDOW | {"use_sliding_window": False}),
+    # Large enough to be packed, or laid out for the CPU's own linears.
+    "large": (
+        "LlamaForCausalLM",
+        {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320, "head_dim": 64},
+    ),
+}
+"""Models that change no field by which a result changes."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", params=VARIANTS | SAME)
+def folder(request: pytest.FixtureRequest) -> Path:
+    architecture, overrides = (VARIANTS | SAME)[request.param]
+    return shared_checkpoint(architecture, **overrides)
 
 
-class Model:
-    """One checkpoint's decoder and pool, driven without a runner."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        name: BackendName = "auto",
-        deterministic: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.config = load_config(folder)
-        weights = load_weights(folder, self.config, dtype=dtype, device=DEVICE)
-        self.backend = choose_backend(DEVICE, requested=name, deterministic=deterministic)
-        self.decoder = Decoder(self.config, weights, self.backend)
-        shape = (40, 2, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_dim)
-        self.pools = [
-            torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(self.config.num_layers)
-        ]
-
-    def step(self, rows: list[tuple[list[int], int, list[int]]]) -> list[torch.Tensor]:
-        """Logits of each row of (its context so far, how much of it is computed, its blocks)."""
-        query_lens = [len(context) - computed for context, computed, _ in rows]
-        plan = plan_attention(
-            query_lens=query_lens,
-            context_lens=[len(context) for context, _, _ in rows],
-            block_tables=[table for _, _, table in rows],
-            block_size=BLOCK_SIZE,
-            device=DEVICE,
-            num_kv_heads=self.config.num_kv_heads,
-        )
-        tokens_T = torch.tensor(
-            [t for context, computed, _ in rows for t in context[computed:]], device=DEVICE
-        )
-        with torch.inference_mode():
-            logits_TV = self.decoder.forward(
-                tokens_T, self.pools, plan, torch.arange(len(tokens_T), device=DEVICE)
-            )
-        return list(logits_TV.cpu().split(query_lens))
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_logits_and_tokens_equal_transformers_in_chunks_and_in_company(
+    folder: Path, mode: dict[str, Any]
+) -> None:
+    model = Model(folder, **mode)
+    whole_TV = model.logits(PROMPTS[0])
+    assert_logits_equal_transformers(whole_TV, folder, list(PROMPTS[0]))
+    expected = [greedy(folder, prompt, NUM_TOKENS, NEAR_GAP) for prompt in PROMPTS]
+    assert model.generate(PROMPTS, NUM_TOKENS, chunk_tokens=19) == expected
+    if "deterministic" in mode:
+        others, ends = list(range(20, 25)), [0, 1, 30, 31, 47, 75]
+        chunks = [model.step([(PROMPTS[0][:end], start, others)])[0] for start, end in pairwise(ends)]
+        assert torch.equal(torch.cat(chunks), whole_TV), "not the same bits in chunks"
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    architecture, overrides = VARIANTS[request.param]
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), architecture, **overrides)
-
-
-def prompt(length: int = PROMPT_LENGTH, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(3, 272, (length,), generator=generator).tolist()
-
-
-def generate(model: Model, prompts: list[list[int]], chunk_tokens: int) -> list[list[int]]:
-    """Greedily, all prompts in the same steps, decodes first, on blocks that lie scattered over the pool."""
-    contexts = [list(tokens) for tokens in prompts]
-    computed = [0] * len(prompts)
-    blocks = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
-    tables = [blocks[index :: len(prompts)] for index in range(len(prompts))]
-    while True:
-        running = [i for i, tokens in enumerate(prompts) if len(contexts[i]) < len(tokens) + NUM_TOKENS]
-        if not running:
-            return [context[len(tokens) :] for context, tokens in zip(contexts, prompts, strict=True)]
-        ends = {i: min(computed[i] + chunk_tokens, len(contexts[i])) for i in running}
-        order = sorted(running, key=lambda i: ends[i] - computed[i] > 1)
-        results = model.step([(contexts[i][: ends[i]], computed[i], tables[i]) for i in order])
-        for i, logits_TV in zip(order, results, strict=True):
-            computed[i] = ends[i]
-            if ends[i] == len(contexts[i]):
-                contexts[i].append(int(logits_TV[-1].argmax()))
-
-
-@pytest.mark.parametrize("deterministic", MODES)
-def test_logits_equal_transformers_at_every_position(folder: Path, deterministic: bool) -> None:
-    tokens = prompt()
-    [actual] = Model(folder, deterministic=deterministic).step([(tokens, 0, list(range(5)))])
-    assert_logits_equal_transformers(actual, folder, tokens)
-
-
-@pytest.mark.parametrize("deterministic", MODES)
-def test_greedy_tokens_equal_transformers_in_chunks_and_in_company(folder: Path, deterministic: bool) -> None:
-    prompts = [prompt(), prompt(40, seed=1), prompt(9, seed=2)]
-    references = [reference_greedy(folder, tuple(tokens), NUM_TOKENS) for tokens in prompts]
-    # Otherwise a difference in rounding could excuse a different token.
-    assert min(reference.min_gap for reference in references) > MIN_GAP
-    tokens = generate(Model(folder, deterministic=deterministic), prompts, chunk_tokens=19)
-    assert tokens == [list(reference.tokens) for reference in references]
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="deterministic mode is the CPU's")
-def test_deterministic_logits_are_the_same_bits_in_chunks(folder: Path) -> None:
-    tokens = prompt()
-    model = Model(folder, deterministic=True)
-    [whole] = model.step([(tokens, 0, list(range(5)))])
-    others = list(range(20, 25))
-    chunks = [
-        model.step([(tokens[:end], start, others)])[0]
-        for start, end in ((0, 1), (1, 30), (30, 31), (31, 47), (47, 75))
-    ]
-    assert torch.equal(torch.cat(chunks), whole)
-
-
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "qwen2-window-off"])
-def test_every_variant_changes_the_result(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_changes_the_result(variant: str) -> None:
     """A field that no code reads would pass every comparison if it did not change the result."""
     architecture, overrides = VARIANTS[variant]
-    tokens = prompt()
-    changed = reference_logits(make_checkpoint(tmp_path, architecture, **overrides), tokens)
-    plain = reference_logits(shared_checkpoint(architecture), tokens)
-    assert (changed - plain).abs().max() > 20 * MIN_GAP
+    changed, plain = (
+        reference_logits(shared_checkpoint(architecture, **fields), list(PROMPTS[0]))
+        for fields in (overrides, {})
+    )
+    assert (changed - plain).abs().max() > 20 * NEAR_GAP
 
 
 ROPE_FORMS: dict[str, dict[str, Any]] = {
@@ -286,7 +208,7 @@ def test_the_window_of_each_layer_is_read_as_transformers_reads_it(
 
     sizes = Sizes(num_layers=3, hidden_size=64, head_dim=16, longest_context=longest)
     assert hiding(FAMILIES[architecture].traits(raw, sizes).layer_windows) == expected
-    config = ARCHITECTURES[architecture][0](num_hidden_layers=3, **raw)
+    config = config_of(architecture, num_hidden_layers=3, **raw)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window is not None else FULL] * 3
     assert hiding(window if kind == SLIDING else None for kind in kinds) == expected

@@ -5,48 +5,34 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
 from blockyard.worker.execution.runner import PendingStep, TorchRunner
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
-from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState
 from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
-from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.runner import SimulatedRunner
 
 from tests.unit.worker.checkpoints import shared_checkpoint
 from tests.unit.worker.scheduling import ROOT
+from tests.unit.worker.steps import DEVICE
+from tests.unit.worker.token_engines import BLOCK_SIZE, outputs_of, request_of, tokens_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BLOCK_SIZE = 16
 MARKER = 66
-VOCAB_SIZE = 64
 
 
 def request(tokens: list[int], **sampling: Any) -> EngineRequest:
-    return EngineRequest(
-        token_ids=tokens,
-        prompt_length=len(tokens),
-        names=[BlockName(name) for name in (ROOT, *chain(ROOT, tokens, BLOCK_SIZE))],
-        sampling=SamplingParams(**{"max_tokens": 12, "seed": len(tokens), **sampling}),
-    )
+    """Return a request that draws its tokens."""
+    return request_of(tokens, **({"max_tokens": 12, "seed": len(tokens), "temperature": 1.0} | sampling))
 
 
 class Noted(SimulatedRunner):
     """Notes what is asked of it, and when."""
 
-    def __init__(self, fault: SimulatedFault | None = None) -> None:
-        super().__init__(
-            vocab_size=VOCAB_SIZE,
-            prefill_tokens_per_second=1e6,
-            step_seconds=0.0,
-            sleep=lambda _: None,
-            fault=fault,
-        )
+    def __init__(self) -> None:
+        super().__init__(vocab_size=64, prefill_tokens_per_second=1e6, step_seconds=0.0, sleep=lambda _: None)
         self.notes: list[tuple[str, int]] = []
 
     def start(self, plan: StepPlan) -> PendingStep:
@@ -58,50 +44,20 @@ class Noted(SimulatedRunner):
         return super().execute(plan)
 
 
-def simulated_engine(
-    runner: SimulatedRunner, *, overlap: bool = True, num_blocks: int = 64, **config: Any
-) -> Engine:
-    settings = {"max_model_len": min(512, num_blocks * BLOCK_SIZE), "max_num_seqs": 8} | config
-    return Engine(SchedulerConfig(**settings), runner, num_blocks=num_blocks, overlap_steps=overlap)
-
-
-def run(engine: Engine) -> dict[RequestId, list[SequenceOutput]]:
-    """Run the engine to its end and return what each request got. Check every invariant after each step."""
-    outputs: dict[RequestId, list[SequenceOutput]] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check_invariants()
-    assert engine.pool.num_used == 0
-    return outputs
-
-
-def tokens_of(outputs: Sequence[SequenceOutput]) -> dict[int, list[int]]:
-    """Return the tokens of each output, and check their offsets."""
-    tokens: dict[int, list[int]] = {}
-    for output in outputs:
-        so_far = tokens.setdefault(output.index, [])
-        assert not output.token_ids or output.token_offset == len(so_far)
-        so_far += output.token_ids
-    return tokens
+def noted(request: EngineRequest, **config: Any) -> tuple[list[tuple[str, int]], list[SequenceOutput]]:
+    """Return what a runner was asked for one request, and the outputs."""
+    runner = Noted()
+    settings = SchedulerConfig(max_model_len=512, max_num_seqs=8, **config)
+    engine = Engine(settings, runner, num_blocks=64, overlap_steps=True)
+    engine.submit(request)
+    return runner.notes, [output for outputs in outputs_of(engine).values() for output in outputs]
 
 
 def test_each_step_is_started_before_the_one_before_it_is_waited_for() -> None:
-    runner = Noted()
-    engine = simulated_engine(runner)
-    engine.submit(request([5] * 20, max_tokens=4))
-    outputs = run(engine)[RequestId(0)]
-    assert [output.token_offset for output in outputs] == [0, 1, 2, 3]
-    assert runner.notes == [
-        ("start", 0),
-        ("start", 1),
-        ("compute", 0),
-        ("start", 2),
-        ("compute", 1),
-        ("start", 3),
-        ("compute", 2),
-        ("compute", 3),
-    ]
+    notes, outputs = noted(request([5] * 20, max_tokens=3))
+    assert [output.token_offset for output in outputs] == [0, 1, 2]
+    steps = "start 0, start 1, compute 0, start 2, compute 1, compute 2"
+    assert ", ".join(f"{what} {step}" for what, step in notes) == steps
 
 
 def test_one_step_at_a_time_is_the_default_and_brings_its_tokens_at_once() -> None:
@@ -113,32 +69,20 @@ def test_one_step_at_a_time_is_the_default_and_brings_its_tokens_at_once() -> No
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {"beam_width": 2, "n": 2},
-        {"n": 3},
-        {"logprobs": 1},
-        {"prompt_logprobs": 1},
-    ],
+    "sampling", [{"beam_width": 2, "n": 2}, {"n": 3}, {"logprobs": 1}, {"prompt_logprobs": 1}]
 )
 def test_a_step_that_waits_for_the_host_is_never_in_flight(sampling: dict[str, Any]) -> None:
-    runner = Noted()
-    engine = simulated_engine(runner, max_num_batched_tokens=16)
-    engine.submit(request([5] * 40, max_tokens=1, **sampling))
-    run(engine)
-    last = max(step for _, step in runner.notes)
-    assert [note for note in runner.notes if note[1] == last] == [("compute", last)]
+    notes, _ = noted(request([5] * 40, max_tokens=1, **sampling), max_num_batched_tokens=16)
+    last = max(step for _, step in notes)
+    assert [note for note in notes if note[1] == last] == [("compute", last)]
 
 
 @pytest.mark.parametrize(
     "sampling", [{"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}]
 )
 def test_filters_do_overlap(sampling: dict[str, Any]) -> None:
-    runner = Noted()
-    engine = simulated_engine(runner)
-    engine.submit(request([5] * 20, max_tokens=3, **sampling))
-    run(engine)
-    assert runner.notes[:3] == [("start", 0), ("start", 1), ("compute", 0)]
+    notes, _ = noted(request([5] * 20, max_tokens=3, **sampling))
+    assert notes[:3] == [("start", 0), ("start", 1), ("compute", 0)]
 
 
 def torch_engine(
@@ -161,18 +105,28 @@ def torch_engine(
     return Engine(SchedulerConfig(**settings), runner, num_blocks=num_blocks, overlap_steps=overlap)
 
 
-def first_new_token(prompt: list[int]) -> tuple[list[int], int]:
-    """Greedy tokens, and the place of the first after the first that was not there before."""
-    engine = torch_engine(overlap=False)
-    engine.submit(request(prompt, temperature=0.0))
-    tokens = tokens_of(run(engine)[RequestId(0)])[0]
-    return tokens, next(index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index])
+def served(engine: Engine, requests: Sequence[EngineRequest]) -> list[tuple[Any, ...]]:
+    """Return the tokens, the end and the reports of each output."""
+    for each in requests:
+        engine.submit(each)
+    return [
+        (
+            key,
+            tokens_of(outputs),
+            [(o.state, o.finish_reason, o.stop_token) for o in outputs if o.finish_reason or not o.token_ids],
+            [token.token_id for o in outputs for token in (*o.logprobs, *o.prompt_logprobs)],
+        )
+        for key, outputs in sorted(outputs_of(engine).items())
+    ]
 
 
 def test_what_is_computed_after_a_stop_is_dropped_and_its_blocks_return_after_it() -> None:
     """It would fill a block: no name of it is published."""
     prompt = [5] * (2 * BLOCK_SIZE - 3)
-    tokens, stop = first_new_token(prompt)
+    greedy = torch_engine(overlap=False)
+    greedy.submit(request(prompt, temperature=0.0))
+    tokens = tokens_of(next(iter(outputs_of(greedy).values())))
+    stop = next(index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index])
     prompt = [*prompt, *tokens[: stop - 1]]
     engine = torch_engine()
     engine.submit(request(prompt, temperature=0.0, stop_token_ids=frozenset({tokens[stop]})))
@@ -186,7 +140,7 @@ def test_what_is_computed_after_a_stop_is_dropped_and_its_blocks_return_after_it
         assert (engine.pool.num_used > 0) is (not is_over or engine.has_work)
         engine.scheduler.check_invariants()
     expected = tokens[stop - 1 : stop + 1]
-    assert tokens_of(outputs)[0] == expected
+    assert tokens_of(outputs) == expected
     assert published == set(map(BlockName, chain(ROOT, prompt + expected, BLOCK_SIZE)))
 
 
@@ -228,28 +182,10 @@ def test_a_crowd_gets_the_tokens_of_steps_one_at_a_time(config: dict[str, Any]) 
     results = []
     for overlap in (False, True):
         engine = torch_engine(overlap=overlap, **config)
-        for submitted in crowd():
-            engine.submit(submitted)
-        outputs = run(engine)
-        results.append({key: (tokens_of(got), _ends(got), _reports(got)) for key, got in outputs.items()})
+        results.append(served(engine, crowd()))
         assert (engine.scheduler.num_preemptions > 0) == ("preemption" in config)
         assert (engine.scheduler.num_swaps > 0) == ("swap_blocks" in config)
     assert results[0] == results[1]
-
-
-def _ends(outputs: Sequence[SequenceOutput]) -> set[object]:
-    return {
-        (o.index, o.state, o.finish_reason, o.stop_token)
-        for o in outputs
-        if o.finish_reason or not o.token_ids
-    }
-
-
-def _reports(outputs: Sequence[SequenceOutput]) -> list[object]:
-    return [
-        ([token.token_id for token in o.logprobs], [token.token_id for token in o.prompt_logprobs])
-        for o in sorted(outputs, key=lambda output: (output.index, output.token_offset))
-    ]
 
 
 class SpoilsMarked(TorchRunner):
@@ -264,15 +200,13 @@ class SpoilsMarked(TorchRunner):
 
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
-    results = []
-    for overlap in (False, True):
-        engine = torch_engine(SpoilsMarked, overlap=overlap)
-        requests = [request([20 + index] * 30) for index in range(4)]
-        for submitted in (*requests, request([MARKER] * 40), request([70] * 18, n=2)):
-            engine.submit(submitted)
-        results.append({key: (tokens_of(got), _ends(got)) for key, got in run(engine).items()})
-    assert results[0] == results[1]
-    assert (0, SequenceState.FAILED, None, None) in results[1][RequestId(4)][1]
+    requests = [request([20 + index] * 30) for index in range(4)]
+    requests += [request([MARKER] * 40), request([70] * 18, n=2)]
+    apart, overlapping = (
+        served(torch_engine(SpoilsMarked, overlap=overlap), requests) for overlap in (False, True)
+    )
+    assert apart == overlapping
+    assert (SequenceState.FAILED, None, None) in overlapping[4][2]
 
 
 def test_a_cancel_while_a_step_is_in_flight_ends_the_request_and_frees_its_blocks_within_a_step() -> None:
@@ -287,7 +221,8 @@ def test_a_cancel_while_a_step_is_in_flight_ends_the_request_and_frees_its_block
     assert engine.pool.num_used < held
     alone = torch_engine(overlap=False)
     alone.submit(request([5] * 20))
-    expected = tokens_of(run(alone)[RequestId(0)])[0]
-    got = run(engine)
-    assert leaving not in got
-    assert [token for output in got[staying] for token in output.token_ids] == expected[-len(got[staying]) :]
+    expected = tokens_of(outputs_of(alone)[RequestId(0), 0])
+    got = outputs_of(engine)
+    assert got.keys() == {(staying, 0)}
+    rest = [token for output in got[staying, 0] for token in output.token_ids]
+    assert rest == expected[-len(rest) :]

@@ -12,53 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    Llama4Config,
-    Llama4ForCausalLM,
-    Llama4ForConditionalGeneration,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-ARCHITECTURES: dict[str, tuple[Any, Any]] = {
-    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
-    "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
-    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM),
-    "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
-    "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
-    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-}
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
+"""Where transformers has a config for the model alone that reads no images."""
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 28, "patch_size": 14},
     "llama4": {"image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32},
@@ -67,38 +33,20 @@ VISION: dict[str, dict[str, Any]] = {
 """Fields of the part that reads images, beside those of every one."""
 
 
-def with_images(config_class: Any) -> Any:
-    """Return what makes the config of a model that also reads images from the fields of its text part."""
-
-    def config(**text: Any) -> Any:
-        kind = config_class.model_type
-        vision = {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-        }
-        is_tied = text["tie_word_embeddings"]
-        return config_class(
-            text_config=text, vision_config=vision | VISION[kind], tie_word_embeddings=is_tied
-        )
-
-    return config
+def config_of(architecture: str, **fields: Any) -> Any:
+    """Return the config that transformers has for a model of these fields. Where it reads images, they are of its text
+    part."""
+    family = architecture.partition("For")[0]
+    if not architecture.endswith("ForConditionalGeneration"):
+        return getattr(transformers, TEXT_CONFIGS.get(family, f"{family}Config"))(**fields)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return getattr(transformers, f"{family}Config")(
+        text_config=fields,
+        vision_config=vision | VISION[family.lower()],
+        tie_word_embeddings=fields["tie_word_embeddings"],
+    )
 
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "Gemma3ForConditionalGeneration": (with_images(Gemma3Config), Gemma3ForConditionalGeneration),
-    "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
-    "Llama4ForCausalLM": (Llama4TextConfig, Llama4ForCausalLM),
-    "Llama4ForConditionalGeneration": (with_images(Llama4Config), Llama4ForConditionalGeneration),
-    "Ministral3ForCausalLM": (Ministral3Config, Ministral3ForCausalLM),
-    "Mistral3ForConditionalGeneration": (with_images(Mistral3Config), Mistral3ForConditionalGeneration),
-    "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
-    "Olmo3ForCausalLM": (Olmo3Config, Olmo3ForCausalLM),
-    "Phi3ForCausalLM": (Phi3Config, Phi3ForCausalLM),
-}
-"""Architectures that test_families.py alone runs."""
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -136,8 +84,8 @@ class GreedyContinuation:
 
 def make_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny random model. Overrides are fields of the transformers config."""
-    config_class, model_class = (ARCHITECTURES | FAMILIES)[architecture]
-    model: PreTrainedModel = model_class(config_class(**(TINY | EXPERTS.get(architecture, {}) | overrides)))
+    config = config_of(architecture, **(TINY | EXPERTS.get(architecture, {}) | overrides))
+    model: PreTrainedModel = getattr(transformers, architecture)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -165,23 +113,18 @@ def make_embedding_checkpoint(
 
 def pool_by_last_token(folder: Path, *, normalizes: bool = True) -> None:
     """Write the files of sentence-transformers that make a checkpoint an embedding model."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
-    paths = ["", "1_Pooling", "2_Normalize"]
+    places = {"Transformer": "", "Pooling": "1_Pooling"} | (
+        {"Normalize": "2_Normalize"} if normalizes else {}
+    )
     modules = [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": paths[index],
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for index, kind in enumerate(kinds)
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(places.items())
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     pooling = {"word_embedding_dimension": TINY["hidden_size"], "include_prompt": True}
-    pooling |= {
-        f"pooling_mode_{mode}": mode == "lasttoken" for mode in ("cls_token", "mean_tokens", "lasttoken")
-    }
+    modes = ("cls_token", "mean_tokens", "lasttoken")
+    pooling |= {f"pooling_mode_{mode}": mode == "lasttoken" for mode in modes}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
@@ -198,20 +141,20 @@ def _bare_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-@functools.cache
 def shared_checkpoint(architecture: str, **overrides: Any) -> Path:
     """make_checkpoint once a process; not to be changed by a test."""
-    folder = tempfile.mkdtemp(prefix=architecture, dir=_shared_folder().name)
-    return make_checkpoint(Path(folder), architecture, **overrides)
-
-
-def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' own model on the CPU."""
-    return _reference_model(folder, dtype)
+    return _shared_checkpoint(architecture, json.dumps(overrides, sort_keys=True))
 
 
 @functools.cache
-def _reference_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _shared_checkpoint(architecture: str, overrides: str) -> Path:
+    folder = tempfile.mkdtemp(prefix=architecture, dir=_shared_folder().name)
+    return make_checkpoint(Path(folder), architecture, **json.loads(overrides))
+
+
+@functools.cache
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' own model on the CPU."""
     [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
     reads_images = architecture.endswith("ForConditionalGeneration")
     kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
@@ -243,9 +186,6 @@ def assert_logits_equal_transformers(actual_TV: torch.Tensor, folder: Path, toke
     typical = (reference_logits(folder, tokens) - double_TV).square().mean().sqrt()
     errors_TV = (actual_TV - double_TV).abs() / typical
     of_all, of_a_token = errors_TV.square().mean().sqrt(), errors_TV.square().mean(dim=1).sqrt().max()
-    print(
-        f"errors in those of transformers: {of_all:.2f}, {of_a_token:.1f} of a token, {errors_TV.max():.0f} at most"
-    )
     assert of_all <= 2
     assert of_a_token <= 12
     assert errors_TV.max() <= 40

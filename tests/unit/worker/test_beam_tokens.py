@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.engine import Engine
-from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.engine_types import SequenceOutput
+from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
 from .checkpoints import ARCHITECTURES, EXPERTS, reference_model, shared_checkpoint
-from .test_engine_tokens import BLOCK_SIZE, ROOT, chain, make_engine, prompt_of, submit
+from .ranks import divided_engine
+from .token_engines import config_of, outputs_of, prompt_of, request_of, submit
 
 EARLY_STOPPING: dict[EarlyStopping, Any] = {"heuristic": False, "first": True, "never": "never"}
 MAX_SCORE_ERROR = 1e-4
@@ -77,24 +78,7 @@ def reference_beams(checkpoint: Path, search: Search) -> Beams:
 
 
 def start(engine: Engine, search: Search) -> RequestId:
-    names = [BlockName(name) for name in (ROOT, *chain(ROOT, search.prompt, BLOCK_SIZE))]
-    return engine.submit(
-        EngineRequest(
-            token_ids=list(search.prompt),
-            prompt_length=len(search.prompt),
-            names=names,
-            sampling=search.sampling,
-        )
-    )
-
-
-def outputs_of(engine: Engine) -> dict[RequestId, list[SequenceOutput]]:
-    outputs: dict[RequestId, list[SequenceOutput]] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check_invariants()
-    return outputs
+    return engine.submit(request_of(search.prompt, params=search.sampling))
 
 
 def assert_equal(checkpoint: Path, search: Search, outputs: list[SequenceOutput]) -> None:
@@ -114,7 +98,7 @@ def ends_in_reach(checkpoint: Path, prompt: tuple[int, ...]) -> frozenset[int]:
     return frozenset({first[0][9], second[0][5]})
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES.keys() - EXPERTS.keys()))
+@pytest.fixture(params=sorted(set(ARCHITECTURES) - EXPERTS.keys()))
 def checkpoint(request: pytest.FixtureRequest) -> Path:
     return shared_checkpoint(request.param)
 
@@ -124,19 +108,9 @@ def searches(checkpoint: Path) -> list[Search]:
     ways: itertools.product[tuple[EarlyStopping, float]] = itertools.product(EARLY_STOPPING, (0.5, 1.0, 1.3))
     prompt, many_ends = prompt_of(20, seed=1), frozenset(range(0, 272, 5))
     few_ends = ends_in_reach(checkpoint, prompt_of(37))
+    common: dict[str, Any] = {"prompt": prompt, "eos": many_ends, "width": 2, "n": 2, "max_tokens": 32}
     return [
-        *(
-            Search(
-                prompt=prompt,
-                eos=many_ends,
-                width=2,
-                n=2,
-                max_tokens=32,
-                early_stopping=stopping,
-                length_penalty=penalty,
-            )
-            for stopping, penalty in ways
-        ),
+        *(Search(**common, early_stopping=stop, length_penalty=penalty) for stop, penalty in ways),
         Search(prompt=prompt_of(37), eos=few_ends, length_penalty=2.0),
         Search(prompt=prompt_of(37), eos=few_ends, early_stopping="first"),
         Search(prompt=prompt_of(37), eos=frozenset(), width=3, n=3),
@@ -145,43 +119,44 @@ def searches(checkpoint: Path) -> list[Search]:
     ]
 
 
-@pytest.mark.ci
-def test_alone(checkpoint: Path) -> None:
-    engine = make_engine(checkpoint)
-    found: dict[EarlyStopping, list[tuple[int, ...]]] = {}
-    for search in searches(checkpoint):
-        request_id = start(engine, search)
-        outputs = outputs_of(engine)[request_id]
-        assert_equal(checkpoint, search, outputs)
-        if search.max_tokens == 32:
-            found.setdefault(search.early_stopping, []).extend(output.token_ids for output in outputs)
-    assert found["heuristic"] != found["never"] != found["first"] != found["heuristic"]
-
-
-@pytest.mark.quick_cases(1)
-def test_in_company(checkpoint: Path) -> None:
-    engine = make_engine(checkpoint, num_blocks=400)
-    started = {}
-    for number, search in enumerate(searches(checkpoint)):
-        submit(engine, prompt_of(9 + 7 * number, seed=3), 12)
-        started[start(engine, search)] = search
+def check(engine: Engine, checkpoint: Path, started: dict[RequestId, Search]) -> dict[str, set[Any]]:
+    """Check what each search finds. Return what they find by how they stop early."""
     outputs = outputs_of(engine)
+    found: dict[str, set[Any]] = {}
     for request_id, search in started.items():
-        assert_equal(checkpoint, search, outputs[request_id])
+        best = [outputs[request_id, index][-1] for index in range(search.n)]
+        assert_equal(checkpoint, search, best)
+        found.setdefault(search.early_stopping, set()).update(output.token_ids for output in best)
+    return found
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_beams_are_those_of_transformers_in_company(checkpoint: Path, num_ranks: int) -> None:
+    """On several ranks, a few searches are enough."""
+    wanted = searches(checkpoint)[:: 1 if num_ranks == 1 else 5]
+    config = config_of(checkpoint, num_blocks=400, num_ranks=num_ranks, deterministic=True)
+    with divided_engine(config, num_ranks) as engine:
+        started = {}
+        for number, search in enumerate(wanted):
+            submit(engine, prompt_of(9 + 7 * number, seed=3), 12)
+            started[start(engine, search)] = search
+        found = check(engine, checkpoint, started)
+    if num_ranks == 1:
+        assert found["heuristic"] != found["never"] != found["first"] != found["heuristic"]
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
-def test_after_preemptions(checkpoint: Path, preempt: str) -> None:
-    engine = make_engine(checkpoint, num_blocks=11, max_model_len=80, preempt=preempt, swap_space_gib=0.01)
-    prompts = [prompt_of(37, seed=seed) for seed in range(3)]
-    wanted = [
-        Search(prompt=prompt, eos=frozenset({7 * seed}), max_tokens=24, length_penalty=2.0)
-        for seed, prompt in enumerate(prompts)
-    ]
-    submit(engine, prompt_of(20, seed=9), 50)
-    started = {start(engine, search): search for search in wanted}
-    outputs = outputs_of(engine)
-    assert engine.scheduler.num_preemptions > 0
-    for request_id, search in started.items():
-        assert_equal(checkpoint, search, outputs[request_id])
+def test_beams_are_those_of_transformers_after_preemptions(checkpoint: Path, preempt: str) -> None:
+    settings = {"max_model_len": 80, "preempt": preempt, "swap_space_gib": 0.01, "deterministic": True}
+    with divided_engine(config_of(checkpoint, num_blocks=11, **settings), 1) as engine:
+        submit(engine, prompt_of(20, seed=9), 50)
+        started = {}
+        for seed in range(3):
+            search = Search(
+                prompt=prompt_of(37, seed), eos=frozenset({7 * seed}), max_tokens=24, length_penalty=2.0
+            )
+            started[start(engine, search)] = search
+        check(engine, checkpoint, started)
+        assert engine.scheduler.num_preemptions > 0

@@ -1,9 +1,8 @@
 """Embeddings equal those of transformers, for any batch, chunking, cached prefix, overlap or number of ranks."""
 
 import json
-import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -13,29 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.proto.naming.pooling import Pooling
-from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
 from blockyard.worker.llm import LLM
 from blockyard.worker.model.config import UnsupportedModelError, load_config
 from blockyard.worker.scheduling.scheduler import CapacityError
-from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .checkpoints import ARCHITECTURES, make_checkpoint, make_embedding_checkpoint, reference_embedding
+from .checkpoints import ARCHITECTURES, make_embedding_checkpoint, reference_embedding, shared_checkpoint
 from .ranks import divided_engine
-from .test_division import DEMO
+from .token_engines import BLOCK_SIZE, DEMO, config_of, outputs_of, prompt_of, request_of
 
-BLOCK_SIZE = 16
-BYTES_PER_BLOCK = 2 * 3 * 2 * 16 * BLOCK_SIZE * 4
-ROOT = root_name(cluster_secret="", model_fingerprint="test", block_size=BLOCK_SIZE, kv_dtype="float32")
 EMBEDS = SamplingParams(embeds=True, max_tokens=0)
 MODES = {"steps one by one": ("off", 1), "steps overlap": ("on", 1), "two ranks": ("off", 2)}
+Make = Callable[..., Engine]
 
 
 @cache
@@ -45,185 +40,134 @@ def checkpoint(architecture: str = "Qwen3ForCausalLM", **options: Any) -> Path:
 
 
 @pytest.fixture
-def running() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+def make() -> Iterator[Make]:
+    with ExitStack() as running:
+
+        def make(mode: str = "steps one by one", folder: Path | None = None, **settings: Any) -> Engine:
+            overlap_steps, num_ranks = MODES[mode]
+            options = {"overlap_steps": overlap_steps, "dtype": "float32", "num_blocks": 256} | settings
+            config = config_of(folder or checkpoint(), num_ranks=num_ranks, **options)
+            return running.enter_context(divided_engine(config, num_ranks))
+
+        yield make
 
 
-def make_engine(
-    running: ExitStack,
-    folder: Path,
-    mode: str = "steps one by one",
-    *,
-    num_blocks: int = 256,
-    **settings: Any,
-) -> Engine:
-    overlap_steps, num_ranks = MODES[mode]
-    settings = {"overlap_steps": overlap_steps, "dtype": "float32"} | settings
-    memory = num_blocks * BYTES_PER_BLOCK // num_ranks
-    config = EngineConfig(model=str(folder), device="cpu", kv_cache_memory=memory, **settings)
-    return running.enter_context(divided_engine(config, num_ranks))
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed * 1000 + length)
-    return [chance.randrange(3, 270) for _ in range(length)]
-
-
-def request_of(prompt: list[int], sampling: SamplingParams = EMBEDS) -> EngineRequest:
-    names = [BlockName(name) for name in (ROOT, *chain(ROOT, prompt, BLOCK_SIZE))]
-    return EngineRequest(token_ids=prompt, prompt_length=len(prompt), names=names, sampling=sampling)
+def embedding_of(prompt: Sequence[int]) -> EngineRequest:
+    return request_of(prompt, params=EMBEDS)
 
 
 def run(engine: Engine) -> dict[RequestId, SequenceOutput]:
     """Return the one output of each request."""
-    found: dict[RequestId, SequenceOutput] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            assert output.request_id not in found
-            assert output.is_last
-            assert output.token_ids == ()
-            found[output.request_id] = output
-        engine.scheduler.check_invariants()
+    found = {}
+    for (request_id, _), (output,) in outputs_of(engine).items():
+        assert output.is_last
+        assert output.token_ids == ()
+        found[request_id] = output
     return found
 
 
 def assert_equals_transformers(
-    output: SequenceOutput, folder: Path, prompt: list[int], *, normalizes: bool = True
+    output: SequenceOutput, prompt: Sequence[int], folder: Path | None = None, *, normalizes: bool = True
 ) -> None:
     embedding_H = torch.from_numpy(np.frombuffer(output.embedding, "<f4").copy())
-    expected_H = reference_embedding(folder, prompt, normalizes=normalizes)
+    expected_H = reference_embedding(folder or checkpoint(), list(prompt), normalizes=normalizes)
     torch.testing.assert_close(embedding_H, expected_H, atol=1e-5, rtol=0)
 
 
+def check(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[SequenceOutput]:
+    """Check the embeddings of prompts that are computed at once."""
+    ids = [engine.submit(embedding_of(prompt)) for prompt in prompts]
+    outputs = run(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert_equals_transformers(outputs[request_id], prompt)
+    return [outputs[request_id] for request_id in ids]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("is_bare", [True, False])
-def test_alone(running: ExitStack, architecture: str, is_bare: bool) -> None:
-    folder = checkpoint(architecture, is_bare=is_bare)
-    engine = make_engine(running, folder)
-    engine.submit(request_of(prompt_of(37)))
+@pytest.mark.parametrize(("is_bare", "normalizes"), [(True, True), (False, True), (True, False)])
+def test_alone(make: Make, architecture: str, is_bare: bool, normalizes: bool) -> None:
+    folder = checkpoint(architecture, is_bare=is_bare, normalizes=normalizes)
+    engine = make(folder=folder)
+    engine.submit(embedding_of(prompt_of(37)))
     output = run(engine)[RequestId(0)]
-    assert_equals_transformers(output, folder, prompt_of(37))
-    assert output.state is SequenceState.FINISHED
-    assert output.finish_reason is FinishReason.STOP
+    assert_equals_transformers(output, prompt_of(37), folder, normalizes=normalizes)
+    assert (output.state, output.finish_reason) == (SequenceState.FINISHED, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_batched_with_others_of_uneven_length(running: ExitStack, mode: str) -> None:
-    engine = make_engine(running, checkpoint(), mode)
-    prompts = [prompt_of(length, seed=1) for length in (1, 15, 16, 17, 64, 65, 130)]
-    for prompt in prompts:
-        engine.submit(request_of(prompt))
-    for number, output in run(engine).items():
-        assert_equals_transformers(output, checkpoint(), prompts[number])
+def test_batched_with_others_of_uneven_length(make: Make, mode: str) -> None:
+    check(make(mode), [prompt_of(length, seed=1) for length in (1, 15, 16, 17, 64, 65, 130)])
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("budget", [7, 16, 36])
-def test_with_the_prompt_in_chunks(running: ExitStack, budget: int, mode: str) -> None:
+def test_with_the_prompt_in_chunks(make: Make, budget: int, mode: str) -> None:
     """With 36 of 37 tokens in the first chunk, the last one has the length of a decode."""
-    engine = make_engine(running, checkpoint(), mode, max_num_batched_tokens=budget, max_num_seqs=4)
-    for length in (37, 65):
-        engine.submit(request_of(prompt_of(length)))
-    outputs = run(engine)
-    for number, length in enumerate((37, 65)):
-        assert_equals_transformers(outputs[RequestId(number)], checkpoint(), prompt_of(length))
+    engine = make(mode, max_num_batched_tokens=budget, max_num_seqs=4)
+    check(engine, [prompt_of(37), prompt_of(65)])
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [63, 64, 65])
-def test_with_all_of_the_prompt_cached_but_its_end(running: ExitStack, length: int, mode: str) -> None:
-    engine = make_engine(running, checkpoint(), mode)
+def test_with_all_of_the_prompt_cached_but_its_end(make: Make, length: int, mode: str) -> None:
+    engine = make(mode)
     for _ in range(2):
-        engine.submit(request_of(prompt_of(length)))
-        (output,) = run(engine).values()
+        [output] = check(engine, [prompt_of(length)])
     assert output.cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert_equals_transformers(output, checkpoint(), prompt_of(length))
 
 
-def test_after_a_preemption(running: ExitStack) -> None:
-    engine = make_engine(
-        running,
-        checkpoint(),
-        num_blocks=8,
-        max_model_len=8 * BLOCK_SIZE,
-        max_num_batched_tokens=40,
-        max_num_seqs=4,
-    )
-    for seed in range(4):
-        engine.submit(request_of(prompt_of(100, seed)))
-    outputs = run(engine)
-    for seed in range(4):
-        assert_equals_transformers(outputs[RequestId(seed)], checkpoint(), prompt_of(100, seed))
+def test_after_a_preemption(make: Make) -> None:
+    budgets = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "max_model_len": 8 * BLOCK_SIZE}
+    check(make(num_blocks=8, **budgets), [prompt_of(100, seed) for seed in range(4)])
 
 
-def test_a_prompt_may_fill_the_context(running: ExitStack) -> None:
-    engine = make_engine(running, checkpoint(), max_model_len=64)
-    engine.submit(request_of(prompt_of(64)))
-    (output,) = run(engine).values()
-    assert_equals_transformers(output, checkpoint(), prompt_of(64))
+def test_a_prompt_may_fill_the_context(make: Make) -> None:
+    engine = make(max_model_len=64)
+    check(engine, [prompt_of(64)])
     with pytest.raises(CapacityError):
-        engine.submit(request_of(prompt_of(65)))
+        engine.submit(embedding_of(prompt_of(65)))
 
 
-def test_recorded_steps_give_the_same(running: ExitStack) -> None:
+def test_recorded_steps_give_the_same(make: Make) -> None:
     """A chunk of one token runs as a recorded step, where the C++ kernels record."""
-    prompt = prompt_of(65)
     values = []
     for enforce_eager in (True, False):
-        engine = make_engine(running, checkpoint(), enforce_eager=enforce_eager)
+        engine = make(enforce_eager=enforce_eager)
         for _ in range(2):
-            engine.submit(request_of(prompt))
-            (output,) = run(engine).values()
+            [output] = check(engine, [prompt_of(65)])
         assert output.cached_tokens == 64
-        assert_equals_transformers(output, checkpoint(), prompt)
         values.append(np.frombuffer(output.embedding, "<f4"))
     np.testing.assert_allclose(*values, atol=1e-6, rtol=0)
 
 
-def test_without_normalisation(running: ExitStack) -> None:
-    folder = checkpoint(normalizes=False)
-    engine = make_engine(running, folder)
-    engine.submit(request_of(prompt_of(9)))
-    (output,) = run(engine).values()
-    assert_equals_transformers(output, folder, prompt_of(9), normalizes=False)
-
-
 def test_a_step_computes_an_embedding_and_nothing_of_the_vocabulary(
-    running: ExitStack, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(running, checkpoint())
+    engine = make()
     runner: Any = engine.runner
     monkeypatch.setattr(runner._decoder, "logits", lambda hidden_SH: pytest.fail("logits of an embedding"))
-    engine.submit(request_of(prompt_of(20)))
-    steps = 0
-    while engine.has_work:
-        engine.step()
-        steps += 1
-    assert steps == 1
-    assert engine.load().generated_tokens == 0
-    assert engine.load().prompt_tokens == 20
+    engine.submit(embedding_of(prompt_of(20)))
+    engine.step()
+    assert not engine.has_work
+    assert (engine.load().generated_tokens, engine.load().prompt_tokens) == (0, 20)
 
 
-def test_a_prompt_that_is_not_finite_fails(running: ExitStack) -> None:
-    engine = make_engine(running, checkpoint())
+def test_a_prompt_that_is_not_finite_fails(make: Make) -> None:
+    engine = make()
     runner: Any = engine.runner
     runner._decoder._weights.embedding_VH[7] = float("nan")
-    engine.submit(request_of([7] * 20))
-    engine.submit(request_of([8] * 20))
+    ids = [engine.submit(embedding_of([token] * 20)) for token in (7, 8)]
     outputs = run(engine)
-    assert outputs[RequestId(0)].state is SequenceState.FAILED
-    assert outputs[RequestId(0)].embedding == b""
-    assert_equals_transformers(outputs[RequestId(1)], checkpoint(), [8] * 20)
+    assert (outputs[ids[0]].state, outputs[ids[0]].embedding) == (SequenceState.FAILED, b"")
+    assert_equals_transformers(outputs[ids[1]], [8] * 20)
 
 
-def test_a_cancelled_request_gives_its_blocks_back(running: ExitStack) -> None:
-    engine = make_engine(running, checkpoint(), "steps overlap", max_num_batched_tokens=16, max_num_seqs=4)
-    request_id = engine.submit(request_of(prompt_of(100)))
+def test_a_cancelled_request_gives_its_blocks_back(make: Make) -> None:
+    engine = make("steps overlap", max_num_batched_tokens=16, max_num_seqs=4)
+    request_id = engine.submit(embedding_of(prompt_of(100)))
     engine.step()
     engine.cancel(request_id)
     assert run(engine) == {}
-    assert engine.pool.num_used == 0
 
 
 @given(
@@ -236,10 +180,10 @@ def test_any_batch_takes_each_uncached_token_once_and_ends_with_its_last_chunk(
     lengths: list[int], shared: int, budget: int, overlap: bool
 ) -> None:
     """The model is a clock here. The rows of its steps are real."""
-    config = EngineConfig(
-        model=str(checkpoint()),
+    config = config_of(
+        checkpoint(),
         engine="simulated",
-        kv_cache_memory=64 * BYTES_PER_BLOCK,
+        num_blocks=64,
         max_num_batched_tokens=budget,
         max_num_seqs=4,
         simulated_step_seconds=0.0,
@@ -248,7 +192,7 @@ def test_any_batch_takes_each_uncached_token_once_and_ends_with_its_last_chunk(
     )
     with divided_engine(config, 1) as engine:
         for seed, length in enumerate(lengths):
-            engine.submit(request_of((prompt_of(40)[:shared] + prompt_of(70, seed))[:length]))
+            engine.submit(embedding_of((prompt_of(40)[:shared] + prompt_of(70, seed))[:length]))
         outputs = run(engine)
         load = engine.load()
     assert sorted(outputs) == list(range(len(lengths)))
@@ -256,32 +200,25 @@ def test_any_batch_takes_each_uncached_token_once_and_ends_with_its_last_chunk(
     assert load.generated_tokens == 0
     assert load.prompt_tokens == sum(lengths)
     assert load.step_prompt_tokens + load.step_decodes == sum(lengths) - load.cached_tokens
-    assert load.used_blocks == 0
 
 
 def test_a_model_in_this_process_embeds() -> None:
     model = LLM(
-        str(checkpoint()),
-        tokenizer=str(DEMO),
-        device="cpu",
-        dtype="float32",
-        kv_cache_memory=64 * BYTES_PER_BLOCK,
+        str(checkpoint()), tokenizer=str(DEMO), device="cpu", dtype="float32", kv_cache_memory=1 << 22
     )
-    found = model.embed([prompt_of(20), prompt_of(33)])
-    for values, length in zip(found, (20, 33), strict=True):
-        expected_H = reference_embedding(checkpoint(), prompt_of(length))
+    prompts = [list(prompt_of(20)), list(prompt_of(33))]
+    for values, prompt in zip(model.embed(prompts), prompts, strict=True):
+        expected_H = reference_embedding(checkpoint(), prompt)
         torch.testing.assert_close(torch.tensor(values), expected_H, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="embeds"):
-        model.generate([prompt_of(5)])
+        model.generate(prompts)
 
 
-def test_a_model_does_what_it_is_for_and_nothing_else(running: ExitStack, tmp_path: Path) -> None:
-    embedding = make_engine(running, checkpoint())
+def test_a_model_does_what_it_is_for_and_nothing_else(make: Make) -> None:
     with pytest.raises(ValueError, match="embeds"):
-        embedding.submit(request_of(prompt_of(5), SamplingParams(max_tokens=3)))
-    generating = make_engine(running, make_checkpoint(tmp_path, "Qwen3ForCausalLM"))
+        make().submit(request_of(prompt_of(5), max_tokens=3))
     with pytest.raises(ValueError, match="does not embed"):
-        generating.submit(request_of(prompt_of(5)))
+        make(folder=shared_checkpoint("Qwen3ForCausalLM")).submit(embedding_of(prompt_of(5)))
 
 
 @pytest.mark.parametrize(
@@ -333,22 +270,22 @@ def test_broken_files_are_a_value_error(tmp_path: Path, text: str) -> None:
         (folder / name).write_text(before)
 
 
-def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("index", "change", "why"),
+    [(2, {"type": "sentence_transformers.models.Dense"}, "Dense")]
+    + [
+        (1, {"path": place}, "must lie in a folder")
+        for place in ("", ".", "..", "../other", "/etc", "1_Pooling/deeper")
+    ],
+)
+def test_other_modules_and_settings_outside_the_folder_are_refused(
+    tmp_path: Path, index: int, change: dict[str, str], why: str
+) -> None:
     folder = make_embedding_checkpoint(tmp_path, "Qwen3ForCausalLM")
     modules = json.loads((folder / "modules.json").read_text())
-    modules[2]["type"] = "sentence_transformers.models.Dense"
+    modules[index] |= change
     (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ValueError, match="Dense"):
-        load_config(folder)
-
-
-@pytest.mark.parametrize("place", ["", ".", "..", "../other", "/etc", "1_Pooling/deeper"])
-def test_settings_outside_the_folder_are_not_read(tmp_path: Path, place: str) -> None:
-    folder = make_embedding_checkpoint(tmp_path, "Qwen3ForCausalLM")
-    modules = json.loads((folder / "modules.json").read_text())
-    modules[1]["path"] = place
-    (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ValueError, match="must lie in a folder"):
+    with pytest.raises(ValueError, match=why):
         load_config(folder)
 
 

@@ -1,17 +1,12 @@
 """Families whose layers are near Llama's, each against transformers: on every backend, in chunks, divided, recorded."""
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.interface import BackendName
 from blockyard.worker.execution.part_runner import PartRunner
-from blockyard.worker.execution.runner import TorchRunner
-from blockyard.worker.execution.step_graphs import sizes_for
 from blockyard.worker.model.config import UnsupportedModelError, load_config
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.families import llama
@@ -21,16 +16,16 @@ from blockyard.worker.model.traits.family import Family, allows
 from blockyard.worker.parallel.follower import Follower
 from safetensors.torch import load_file, save_file
 
-from tests.unit.device.test_model_variants import MIN_GAP, NUM_TOKENS, YARN, Model, generate, prompt
-
-from . import test_step_graphs as steps
-from .checkpoints import assert_logits_equal_transformers, make_checkpoint, reference_greedy, reference_logits
+from .checkpoints import assert_logits_equal_transformers, reference_logits, shared_checkpoint
 from .ranks import divided_engine
-from .test_engine_tokens import assert_greedy, outputs_of, prompt_of, run, submit
-from .test_recorded_steps import engine_of
-from .test_tensor_parallel import config_of
-from .test_weights import change_config
+from .recording import assert_records_and_generates
+from .spoiling import change_config, copy_of
+from .steps import NEAR_GAP, Model
+from .token_engines import assert_greedy, config_of, greedy, outputs_of, prompt_of, run, submit
 
+NUM_TOKENS = 6
+PROMPTS = [prompt_of(75), prompt_of(40, seed=1), prompt_of(9, seed=2)]
+YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 24}
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA3: dict[str, Any] = {
     "sliding_window": 20,
@@ -95,29 +90,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest) -> Path:
     architecture, overrides = MODELS[request.param]
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), architecture, **overrides)
+    return shared_checkpoint(architecture, **overrides)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu", "deterministic"])
-def test_logits_and_tokens_equal_transformers(folder: Path, backend: str) -> None:
-    model = model_of(folder, backend)
-    [actual] = model.step([(prompt(), 0, list(range(5)))])
-    assert_logits_equal_transformers(actual, folder, prompt())
-    prompts = [prompt(), prompt(40, seed=1), prompt(9, seed=2)]
-    references = [reference_greedy(folder, tuple(tokens), NUM_TOKENS) for tokens in prompts]
-    assert min(reference.min_gap for reference in references) > MIN_GAP
-    assert generate(model, prompts, chunk_tokens=19) == [list(reference.tokens) for reference in references]
+@pytest.mark.parametrize("mode", [{"name": "torch"}, {"name": "cpu"}, {"deterministic": True}], ids=str)
+def test_logits_and_tokens_equal_transformers(folder: Path, mode: dict[str, Any]) -> None:
+    model = Model(folder, **mode)
+    assert_logits_equal_transformers(model.logits(PROMPTS[0]), folder, list(PROMPTS[0]))
+    expected = [greedy(folder, prompt, NUM_TOKENS, NEAR_GAP) for prompt in PROMPTS]
+    assert model.generate(PROMPTS, NUM_TOKENS, chunk_tokens=19) == expected
 
 
 @pytest.mark.parametrize("folder", ["olmo2", "gemma3", "llama4"], indirect=True)
@@ -125,55 +109,41 @@ def test_an_mlp_in_pieces_leaves_the_residual_alone(folder: Path) -> None:
     """A prompt is longer than what the C++ backend takes through an MLP at once."""
     model = Model(folder, name="cpu")
     assert model.backend.mlp_rows is not None
-    tokens = prompt(model.backend.mlp_rows + 9)
-    [actual] = model.step([(tokens, 0, list(range(20)))])
-    assert_logits_equal_transformers(actual, folder, tokens)
+    tokens = prompt_of(model.backend.mlp_rows + 9)
+    assert_logits_equal_transformers(model.logits(tokens), folder, list(tokens))
 
 
-def model_of(folder: Path, backend: str) -> Model:
-    if backend == "deterministic":
-        return Model(folder, deterministic=True)
-    return Model(folder, name=cast(BackendName, backend))
-
-
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_bfloat16_is_as_near_to_fp32_as_that_of_transformers(folder: Path, backend: BackendName) -> None:
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_bfloat16_is_as_near_to_fp32_as_that_of_transformers(folder: Path, name: Any) -> None:
     """A norm that rounds twice instead of once, or a factor in another place, would show."""
-    [actual] = Model(folder, name=backend, dtype=torch.bfloat16).step([(prompt(), 0, list(range(5)))])
-    exact = reference_logits(folder, prompt())
-    theirs = reference_logits(folder, prompt(), torch.bfloat16).float() - exact
-    ours = actual.float() - exact
-    assert ours.square().mean() < 1.5 * theirs.square().mean()
+    exact, rounded = (
+        reference_logits(folder, list(PROMPTS[0]), dtype).float() for dtype in (torch.float32, torch.bfloat16)
+    )
+    ours = Model(folder, name=name, dtype=torch.bfloat16).logits(PROMPTS[0]).float() - exact
+    assert ours.square().mean() < 1.5 * (rounded - exact).square().mean()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_reuses_prefixes_and_divides_what_can_be_divided(folder: Path, num_ranks: int) -> None:
+    """Tables of positions end with the context that is served."""
     if num_ranks > 1 and load_config(folder).whole_qk_norm:
         with pytest.raises(ValueError, match=r"Olmo\dForCausalLM is not divided among ranks"):
             divide(load_config(folder), 0, 2)
         return
-    with divided_engine(config_of(folder, max_num_batched_tokens=32, max_num_seqs=8), num_ranks) as engine:
-        first = submit(engine, prompt_of(50), 8)
-        assert_greedy(folder, prompt_of(50), run(engine)[first][0])
-        again = submit(engine, prompt_of(50) + prompt_of(9), 8)
-        tokens, num_cached = run(engine)[again]
-        assert num_cached == 48
-        assert_greedy(folder, prompt_of(50) + prompt_of(9), tokens)
-
-
-@pytest.mark.parametrize("folder", ["gemma3", "ministral3"], indirect=True)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_tables_of_positions_end_with_the_context_that_is_served(folder: Path, num_ranks: int) -> None:
     followers: list[Follower] = []
-    config = config_of(folder, max_model_len=64, overlap_steps="on")
-    with divided_engine(config, num_ranks, followers) as engine:
+    budgets = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 67, "overlap_steps": "on"}
+    with divided_engine(config_of(folder, **budgets), num_ranks, followers) as engine:
         for part in [engine.runner, *(follower._part for follower in followers)]:
             assert isinstance(part, PartRunner)
-            decoder = part._decoder
-            tables = [*decoder._rotary_tables, decoder._query_scale_M]
-            assert {len(table) for table in tables if table is not None} == {64}
-        request_id = submit(engine, prompt_of(50), 14)
-        assert_greedy(folder, prompt_of(50), run(engine)[request_id][0])
+            tables = [*part._decoder._rotary_tables, part._decoder._query_scale_M]
+            assert {len(table) for table in tables if table is not None} == {67}
+        first = submit(engine, prompt_of(50), 8)
+        assert_greedy(folder, prompt_of(50), run(engine)[first][0])
+        longer = prompt_of(50) + prompt_of(9)
+        again = submit(engine, longer, 67 - len(longer))
+        tokens, num_cached = run(engine)[again]
+        assert num_cached == 48
+        assert_greedy(folder, longer, tokens)
 
 
 def test_linears_in_int8_stay_near_fp32(folder: Path) -> None:
@@ -186,22 +156,7 @@ def test_linears_in_int8_stay_near_fp32(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["granite", "olmo2", "phi3-longrope"], indirect=True)
 def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> None:
-    runner = TorchRunner.create(
-        folder, device=torch.device("cpu"), num_blocks=24, block_size=16, dtype="float32"
-    )
-    runner.warm_up()
-    sizes = sizes_for(runner.backend, torch.device("cpu"), 8)
-    assert sizes is not None
-    runner.capture_decodes(sizes, max_context_tokens=128)
-    assert runner._graphs is not None
-    engine = engine_of(runner)
-    ids = [steps.submit(engine, tokens, NUM_TOKENS + index) for index, tokens in enumerate(steps.PROMPTS)]
-    answers = steps.run(engine)
-    assert set(runner._graphs._graphs) == {(size, False) for size in (1, 2, 3, 4)}
-    for index, (request_id, tokens) in enumerate(zip(ids, steps.PROMPTS, strict=True)):
-        expected = reference_greedy(folder, tuple(tokens), NUM_TOKENS + index)
-        assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
-        assert answers[request_id] == list(expected.tokens)
+    assert_records_and_generates(folder)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +185,9 @@ def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> 
 )
 def test_every_field_changes_the_result(folder: Path, changes: dict[str, Any], tmp_path: Path) -> None:
     """A field that no code reads would pass every comparison if it did not change the result."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    change_config(tmp_path, **changes)
-    changed = reference_logits(tmp_path, prompt())
-    assert (changed - reference_logits(folder, prompt())).abs().max() > 20 * MIN_GAP
+    changed = change_config(copy_of(folder, tmp_path), **changes)
+    change = reference_logits(changed, list(PROMPTS[0])) - reference_logits(folder, list(PROMPTS[0]))
+    assert change.abs().max() > 20 * NEAR_GAP
 
 
 @pytest.mark.parametrize(
@@ -282,16 +236,15 @@ def test_every_field_changes_the_result(folder: Path, changes: dict[str, Any], t
 def test_what_a_family_cannot_compute_is_refused_by_field_and_value(
     folder: Path, changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    change_config(tmp_path, **changes)
+    changed = change_config(copy_of(folder, tmp_path), **changes)
     with pytest.raises(UnsupportedModelError) as refusal:
-        load_config(tmp_path)
+        load_config(changed)
     assert named in str(refusal.value)
 
 
 @pytest.mark.parametrize("folder", ["phi3", "gemma3"], indirect=True)
 def test_a_missing_or_misshapen_tensor_is_named_as_in_the_checkpoint(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    copy_of(folder, tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     fused = {"Phi3": "self_attn.qkv_proj", "Gemma3": "post_feedforward_layernorm"}
@@ -309,7 +262,7 @@ def test_a_missing_or_misshapen_tensor_is_named_as_in_the_checkpoint(folder: Pat
 @pytest.mark.parametrize("folder", ["gemma3-images", "mistral3"], indirect=True)
 def test_a_text_part_is_found_under_its_newer_names_too(folder: Path, tmp_path: Path) -> None:
     """Transformers 5 has these names in memory, and some checkpoints too. It writes the older ones."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    copy_of(folder, tmp_path)
     newer = {
         "language_model.model.": "model.language_model.",
         "language_model.lm_head.": "lm_head.",
@@ -322,37 +275,27 @@ def test_a_text_part_is_found_under_its_newer_names_too(folder: Path, tmp_path: 
         tensors[newer[head] + name.removeprefix(head)] = tensor
     assert any("vision_tower" in name for name in tensors)
     save_file(tensors, tmp_path / "model.safetensors")
-    [actual] = Model(tmp_path, name="torch").step([(prompt(), 0, list(range(5)))])
-    [expected] = Model(folder, name="torch").step([(prompt(), 0, list(range(5)))])
+    actual, expected = (Model(each, name="torch").logits(PROMPTS[0]) for each in (tmp_path, folder))
     assert torch.equal(actual, expected)
 
 
-def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
-    architecture, overrides = MODELS["phi3-longrope"]
-    folder = make_checkpoint(tmp_path, architecture, **overrides)
-    assert load_config(folder).max_position_embeddings == 128
+def test_a_model_is_served_up_to_the_end_of_its_first_chunk_or_its_original_context(tmp_path: Path) -> None:
+    for name, expected in (("phi3-longrope", 128), ("llama4", 512)):
+        architecture, overrides = MODELS[name]
+        assert load_config(shared_checkpoint(architecture, **overrides)).max_position_embeddings == expected
+    folder = copy_of(shared_checkpoint("Llama4ForCausalLM", **LLAMA4), tmp_path)
+    assert load_config(change_config(folder, attention_chunk_size=None)).max_position_embeddings == 512
+    assert load_config(change_config(folder, attention_chunk_size=40)).max_position_embeddings == 40
+    actual = Model(folder, name="torch").logits(prompt_of(40))
+    assert_logits_equal_transformers(actual, folder, list(prompt_of(40)))
 
 
-def test_llama_4_may_have_no_experts_and_no_scaling(tmp_path: Path) -> None:
-    folder = make_checkpoint(
-        tmp_path, "Llama4ForCausalLM", **(LLAMA4 | {"moe_layers": [], "attn_scale": 0.0})
-    )
+def test_llama_4_may_have_no_experts_and_no_scaling() -> None:
+    folder = shared_checkpoint("Llama4ForCausalLM", **(LLAMA4 | {"moe_layers": [], "attn_scale": 0.0}))
     config = load_config(folder)
     assert config.query_scaling is None
     assert not any(map(config.is_sparse, range(3)))
-    [actual] = Model(folder, name="torch").step([(prompt(), 0, list(range(5)))])
-    assert_logits_equal_transformers(actual, folder, prompt())
-
-
-def test_llama_4_is_served_up_to_the_end_of_its_first_chunk(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "Llama4ForCausalLM", **LLAMA4)
-    assert load_config(folder).max_position_embeddings == 512
-    change_config(folder, attention_chunk_size=None)
-    assert load_config(folder).max_position_embeddings == 512
-    change_config(folder, attention_chunk_size=40)
-    assert load_config(folder).max_position_embeddings == 40
-    [actual] = Model(folder, name="torch").step([(prompt(40), 0, list(range(5)))])
-    assert_logits_equal_transformers(actual, folder, prompt(40))
+    assert_logits_equal_transformers(Model(folder).logits(PROMPTS[0]), folder, list(PROMPTS[0]))
 
 
 def test_a_new_family_is_one_module_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +306,8 @@ def test_a_new_family_is_one_module_and_one_row(tmp_path: Path, monkeypatch: pyt
         stored={"feed_forward.w13": ("mlp.gate_proj", "mlp.up_proj"), "feed_forward.w2": ("mlp.down_proj",)},
     )
     monkeypatch.setitem(FAMILIES, "MadeUpForCausalLM", made_up)
-    reference = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM", hidden_act="gelu_pytorch_tanh")
-    folder = Path(shutil.copytree(reference, tmp_path / "made-up"))
+    reference = shared_checkpoint("LlamaForCausalLM", hidden_act="gelu_pytorch_tanh")
+    folder = copy_of(reference, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for index in range(3):
         layer = f"model.layers.{index}"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from blockyard.proto.naming import shard_digests
 from blockyard.proto.naming.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.startup import loading
+from blockyard.worker.startup.files_read import FilesRead
 
 from .checkpoints import make_checkpoint, shared_checkpoint
+from .token_engines import DEMO
 
 
 @pytest.fixture
@@ -167,3 +170,51 @@ def test_a_file_that_is_no_safetensors_is_named(folder: Path) -> None:
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
         fingerprint(tmp_path)
+
+
+SHARD = "model.safetensors"
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+HARMS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "new weights": (lambda model, _: flip(model / SHARD), "model changed: model.safetensors"),
+    "half copied": (lambda model, _: cut(model / SHARD), "model changed: model.safetensors"),
+    "one more shard": (
+        lambda model, _: (model / "z.safetensors").write_bytes(b"x"),
+        "z.safetensors",
+    ),
+    "tokenizer": (lambda model, _: cut(model / "tokenizer.json"), "tokenizer.json"),
+    "chat template": (
+        lambda model, _: (model / "chat_template.jinja").write_text("x"),
+        "chat_template.jinja",
+    ),
+    "config gone": (lambda model, _: (model / "config.json").unlink(), "changed: config.json"),
+    "folder gone": (lambda model, _: shutil.rmtree(model), "model is gone"),
+    "draft model": (lambda _, draft: cut(draft / SHARD), "draft changed: model.safetensors"),
+}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_a_change_of_any_file_that_a_start_would_read_is_told(name: str, tmp_path: Path) -> None:
+    model, draft = (Path(shutil.copytree(DEMO, tmp_path / folder)) for folder in ("model", "draft"))
+
+    def fingerprint() -> str:
+        return model_fingerprint(model, load_format="safetensors", seed=0, dtype="float32")
+
+    before, read = fingerprint(), FilesRead.of((model, model, draft))
+    assert read.change(fingerprint, "") == ""
+    (model / SHARD).touch()
+    (model / "README.md").write_text("not a file of the model")
+    assert read.change(fingerprint, before) == "", "the same weights, copied once more"
+    harm, told = HARMS[name]
+    harm(model, draft)
+    assert told in read.change(fingerprint, before)

@@ -14,8 +14,8 @@ from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason
 
 from .adapters import make_adapter
+from .token_engines import DEMO
 
-DEMO = Path(__file__).parents[3] / "deploy/demo_model/checkpoint"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
@@ -103,14 +103,13 @@ def answers(llm: LLM, stop: str, *, is_shown: bool) -> list[tuple[object, ...]]:
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for answer in found for o in answer.outputs]
 
 
-@pytest.mark.ci
 def test_overlapping_steps_show_nothing_behind_a_stop_string() -> None:
     """Where an output forks beside others that decode, a step brings these two tokens each."""
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
     settings |= {"max_model_len": 256, "max_num_seqs": 4}
     alone = LLM(str(DEMO), overlap_steps="off", **settings)
     overlapping = LLM(str(DEMO), overlap_steps="on", **settings)
-    for stop in ("\n", "(", " ", "e", "s", "):", ".", "in", "self", "t"):
+    for stop in ("\n", "e", "in"):
         for is_shown in (False, True):
             expected = answers(alone, stop, is_shown=is_shown)
             assert answers(overlapping, stop, is_shown=is_shown) == expected, (stop, is_shown)
@@ -171,7 +170,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM) -> None:
             llm.generate("x", sampling, structured_output=CODE, ignore_eos=ignore_eos)
 
 
-@pytest.mark.ci
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_grammars_do_not_show_a_preemption(llm: LLM, preempt: str) -> None:
     block_bytes = llm._loaded.kv_size.block_bytes

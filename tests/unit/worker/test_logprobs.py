@@ -1,23 +1,20 @@
 """Logprobs, ranks and beams' candidates against torch.log_softmax; prompt logprobs against transformers' logits."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from blockyard.worker.execution.runner import TorchRunner
-from blockyard.worker.sequences.block_table import BlockTable
-from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.prompt_scoring import SCORED_AT_ONCE
 from blockyard.worker.sequences.sampling_params import SamplingParams
-from blockyard.worker.sequences.sequence import Sequence, TokenLogprob, token_array
-from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, ScheduledRow, StepPlan
+from blockyard.worker.sequences.sequence import Sequence, TokenLogprob
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, ScheduledRow
 
-from .checkpoints import reference_model, shared_checkpoint
+from .checkpoints import reference_logits, shared_checkpoint
 from .sampling import VOCAB_SIZE, Draw, make_row, random_logits, sample_rows
+from .steps import BLOCK_SIZE, execute, make_runner, make_sequence, row_of, spoil
+from .token_engines import prompt_of
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 96
 TOLERANCE = 1e-4
 ODD: dict[str, Any] = {
     # Everything that changes the choice and must not change what is reported.
@@ -71,7 +68,7 @@ def test_rows_that_ask_for_no_logprobs_or_fail_get_none() -> None:
     assert result.tokens[2] == FAILED_TOKEN
 
 
-def test_a_vocabulary_smaller_than_what_is_asked_for_is_named_whole() -> None:
+def test_a_vocabulary_smaller_than_what_is_asked_for_is_named_row_of() -> None:
     result = sample_rows(random_logits(1, 6), [make_row(Draw(SamplingParams(logprobs=20), 9, 0), 0)])
     assert sorted(token for token, _ in result.extras[0].logprobs[0].top) == list(range(6))
 
@@ -111,61 +108,43 @@ def test_a_beam_below_min_tokens_cannot_end_and_keeps_the_others_logprobs() -> N
     assert kept[-1] == (expected[0][1], float("-inf"))
 
 
+LLAMA = "LlamaForCausalLM"
+
+
 @pytest.fixture(scope="module")
 def runner() -> TorchRunner:
-    return TorchRunner.create(
-        shared_checkpoint("LlamaForCausalLM"),
-        device="cpu",
-        dtype="float32",
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-    )
+    return make_runner(shared_checkpoint(LLAMA), device="cpu")
 
 
-def prompt_of(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(3, 272, (length,), generator=generator).tolist()
-
-
-def make_sequence(number: int, length: int, first_block: int, **params: Any) -> Sequence:
+def sequence_of(number: int, length: int, first_block: int, **params: Any) -> Sequence:
     blocks = range(first_block, first_block + -(-(length + 1) // BLOCK_SIZE))
-    return Sequence(
-        sequence_id=SequenceId(number),
-        tokens=token_array(prompt_of(length)),
-        prompt_length=length,
-        sampling=SamplingParams(temperature=0.0, **params),
-        names=[],
-        block_table=BlockTable(map(BlockId, blocks)),
-    )
+    return make_sequence(prompt_of(length), blocks, number, **params)
 
 
-def reference_logits(tokens: Iterable[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits_TV: torch.Tensor = reference_model(shared_checkpoint("LlamaForCausalLM"))(
-            torch.tensor([list(tokens)])
-        ).logits[0]
-    return logits_TV
+def ordered(*sequences: Sequence) -> list[ScheduledRow]:
+    """Return rows of whole prompts, those of one token first."""
+    return sorted(map(row_of, sequences), key=lambda row: row.num_tokens > 1)
 
 
-def step(*rows: ScheduledRow) -> StepPlan:
-    return StepPlan(step=0, rows=tuple(sorted(rows, key=lambda row: row.num_tokens > 1)))
+def logits_of(sequence: Sequence) -> torch.Tensor:
+    return reference_logits(shared_checkpoint(LLAMA), list(sequence.tokens))
 
 
-def whole(sequence: Sequence) -> ScheduledRow:
-    return ScheduledRow(sequence=sequence, start=0, num_tokens=len(sequence.tokens), samples=True)
+def likeliest(sequence: Sequence) -> int:
+    return int(logits_of(sequence)[-1].argmax())
 
 
 @pytest.mark.parametrize("length", [1, 2, 100, SCORED_AT_ONCE, SCORED_AT_ONCE + 1, 500])
 def test_prompt_logprobs_equal_transformers_beside_other_rows(length: int, runner: TorchRunner) -> None:
-    scored = make_sequence(0, length, 0, prompt_logprobs=3, logprobs=0)
-    others = [make_sequence(number, 20 + number, 30 + 3 * number) for number in (1, 2, 3)]
-    result = runner.execute(step(whole(others[0]), whole(scored), *map(whole, others[1:])))
+    scored = sequence_of(0, length, 0, prompt_logprobs=3, logprobs=0)
+    others = [sequence_of(number, 20 + number, 30 + 3 * number) for number in (1, 2, 3)]
+    result = execute(runner, *ordered(others[0], scored, *others[1:]))
     rows = [others[0], scored, *others[1:]] if length > 1 else [scored, *others]
-    assert result.tokens == [int(reference_logits(s.tokens)[-1].argmax()) for s in rows]
+    assert result.tokens == [likeliest(sequence) for sequence in rows]
     place = rows.index(scored)
     extras = result.extras[place]
     assert result.extras.keys() == {place}
-    logits_TV = reference_logits(scored.tokens)
+    logits_TV = logits_of(scored)
     assert len(extras.prompt_logprobs) == length - 1
     for position, reported in enumerate(extras.prompt_logprobs):
         token = scored.tokens[position + 1]
@@ -179,13 +158,13 @@ def test_prompt_logprobs_equal_transformers_beside_other_rows(length: int, runne
 
 
 def test_prompt_logprobs_in_chunks_equal_those_of_the_whole_prompt(runner: TorchRunner) -> None:
-    whole_prompt = runner.execute(step(whole(make_sequence(0, 301, 0, prompt_logprobs=1)))).extras[0]
-    chunked = make_sequence(1, 301, 40, prompt_logprobs=1)
+    whole_prompt = execute(runner, row_of(sequence_of(0, 301, 0, prompt_logprobs=1))).extras[0]
+    chunked = sequence_of(1, 301, 40, prompt_logprobs=1)
     reported: list[TokenLogprob] = []
     for start in range(0, 301, 43):
         end = min(start + 43, 301)
         row = ScheduledRow(sequence=chunked, start=start, num_tokens=end - start, samples=end == 301)
-        result = runner.execute(step(row))
+        result = execute(runner, row)
         assert (result.tokens == [NO_TOKEN]) == (end < 301)
         part = result.extras[0].prompt_logprobs
         assert len(part) == min(end, 300) - start
@@ -198,14 +177,13 @@ def test_prompt_logprobs_in_chunks_equal_those_of_the_whole_prompt(runner: Torch
 def test_rows_that_share_blocks_of_a_scored_prompt_read_them_after_they_are_written(
     runner: TorchRunner,
 ) -> None:
-    for pool in runner.kv_pools:
-        pool.fill_(float("nan"))
-    scored = make_sequence(0, 300, 0, prompt_logprobs=0)
-    sharing = make_sequence(1, 300, 30)
+    spoil(runner.kv_pools)
+    scored = sequence_of(0, 300, 0, prompt_logprobs=0)
+    sharing = sequence_of(1, 300, 30)
     sharing.block_table.assign([*scored.block_table[:18], *sharing.block_table[18:]])
     rest = ScheduledRow(sequence=sharing, start=288, num_tokens=12, samples=True)
-    tokens = runner.execute(step(rest, whole(scored))).tokens
-    assert tokens == [int(reference_logits(scored.tokens)[-1].argmax())] * 2
+    tokens = execute(runner, rest, row_of(scored)).tokens
+    assert tokens == [likeliest(scored)] * 2
 
 
 def test_no_more_logits_than_the_bound_are_held_at_once(
@@ -219,5 +197,5 @@ def test_no_more_logits_than_the_bound_are_held_at_once(
         return logits(hidden_SH)
 
     monkeypatch.setattr(runner._decoder, "logits", watch)
-    runner.execute(step(whole(make_sequence(0, 300, 0, prompt_logprobs=0)), whole(make_sequence(1, 20, 30))))
+    execute(runner, row_of(sequence_of(0, 300, 0, prompt_logprobs=0)), row_of(sequence_of(1, 20, 30)))
     assert held == [SCORED_AT_ONCE, 299 - SCORED_AT_ONCE, 2]

@@ -1,7 +1,5 @@
 """Schemes of quantised checkpoints: which are read, what is refused by name, and the fingerprint that carries them."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +7,15 @@ import pytest
 import torch
 from blockyard.proto.naming.fingerprint import model_fingerprint
 from blockyard.worker.model.config import UnsupportedModelError, load_config
-from blockyard.worker.model.division import divide
 from blockyard.worker.model.quantisation.scheme import read_scheme
 from blockyard.worker.model.shards import weights_bytes
-from blockyard.worker.model.weights import load_weights, random_weights
+from blockyard.worker.model.weights import random_weights
 
 from bench.quantise.recipes import Recipe, gptq
 
 from .checkpoints import shared_checkpoint
-from .test_quantised_checkpoints import (
-    CPU,
-    GROUP,
-    RECIPES,
-    SIZES,
-    change_scheme,
-    change_tensors,
-    checkpoints,
-    write,
-)
+from .quantised import CPU, GROUP, RECIPES, checkpoints, load, pair, source_of
+from .spoiling import change_config, change_scheme, change_tensors, copy_of, read_config
 
 GPTQ_4 = gptq(4, GROUP)
 UNSUPPORTED: list[tuple[Recipe, dict[str, Any], str]] = [
@@ -63,14 +52,10 @@ UNSUPPORTED: list[tuple[Recipe, dict[str, Any], str]] = [
 def test_what_is_unknown_is_refused_by_name(
     recipe: Recipe, fields: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(
-        (shared_checkpoint("Qwen2ForCausalLM", **SIZES) / "config.json").read_text()
-    )
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = recipe.config | fields
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = copy_of(shared_checkpoint("Qwen2ForCausalLM"), tmp_path)
+    change_config(folder, quantization_config=recipe.config | fields)
     with pytest.raises(UnsupportedModelError) as refusal:
-        load_config(tmp_path)
+        load_config(folder)
     assert named in str(refusal.value)
 
 
@@ -129,50 +114,33 @@ def test_the_configs_of_published_checkpoints_are_read(name: str) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, RECIPES["w4a16"])
-    for fields, named in (
-        ({"ignore": ["lm_head", "model.layers.0.self_attn.k_proj"]}, "k_proj is not quantised"),
-        ({"ignore": []}, "'lm_head.weight' is unexpected in a Qwen3ForCausalLM in pack-quantized-4bit-g16"),
+    folder, _ = pair(tmp_path, source_of("Qwen3ForCausalLM"), "w4a16")
+    for ignore, named in (
+        (["lm_head", "model.layers.0.self_attn.k_proj"], "k_proj is not quantised"),
+        ([], "'lm_head.weight' is unexpected in a Qwen3ForCausalLM in pack-quantized-4bit-g16"),
     ):
-        change_scheme(folder, **fields)
         with pytest.raises(ValueError, match=named):
-            load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
-    config = json.loads((folder / "config.json").read_text())
-    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    weights["group_size"] = 24
-    (folder / "config.json").write_text(json.dumps(config))
+            load(change_scheme(folder, ignore=ignore))
+    groups = read_config(folder)["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"]["group_size"] = 24
     with pytest.raises(UnsupportedModelError, match="multiples of 1 and 24"):
-        weights_bytes(load_config(folder), 2, on_cpu=True)
-
-
-def test_a_cut_within_a_group_or_an_order_is_refused() -> None:
-    config = load_config(checkpoints("gptq-4-order")[0])
-    with pytest.raises(ValueError, match=r"o_proj has its columns in act order, which 2 ranks cannot share"):
-        divide(config, 0, 2)
-    for name in ("w4a16", "fp8-blocks"):
-        folder, _ = checkpoints(name)
-        with pytest.raises(ValueError, match="cannot share in whole runs of 16"):
-            divide(with_intermediate(load_config(folder), 80), 0, 2)
-
-
-def with_intermediate(config: Any, size: int) -> Any:
-    return replace(config, intermediate_size=size)
+        weights_bytes(load_config(change_scheme(folder, config_groups=groups)), 2, on_cpu=True)
 
 
 def test_columns_that_do_not_fill_their_groups_are_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, gptq(4, GROUP, act_order=True))
+    folder, _ = pair(tmp_path, source_of("Qwen3ForCausalLM"), gptq(4, GROUP, act_order=True))
     name = "model.layers.1.mlp.down_proj.g_idx"
     change_tensors(folder, lambda tensors: tensors[name].zero_())
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj: g_idx does not give"):
-        load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+        load(folder)
 
 
 def test_a_bias_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> None:
-    folder = write(tmp_path, GPTQ_4)
-    load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+    folder, _ = pair(tmp_path, source_of("Qwen3ForCausalLM"), GPTQ_4)
+    load(folder)
     change_tensors(folder, lambda tensors: tensors["model.layers.1.self_attn.o_proj.bias"].fill_(1))
     with pytest.raises(ValueError, match="is not zero"):
-        load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+        load(folder)
 
 
 def test_random_weights_are_not_quantised() -> None:

@@ -1,32 +1,26 @@
 """A request with a grammar starts once that is compiled; other requests do not wait; a cancelled one never starts."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc.aio
 import pytest
 from blockyard.proto.naming.block_hash import pack_tokens
 from blockyard.proto.security.tls import listen, session_server_credentials
-from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import Cancel, Continuation, Hello, RejectReason, ToWorker
-from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.grammar.compiler import GrammarsBusy
 from blockyard.worker.grammar.grammar import GrammarError
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
-from blockyard.worker.server import WorkerServer
 from blockyard.worker.session.session import SessionService
 from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .serving import SECRET, Session
 
-DEMO = Path(__file__).parents[3] / "deploy/demo_model/checkpoint"
 PATIENCE_SECONDS = 60
 
 
@@ -210,30 +204,3 @@ async def test_too_many_that_wait_for_the_compiler_are_rejected_as_busy(stand: S
         assert (rejected.handle, rejected.reason) == (5, RejectReason.REJECT_REASON_BUSY)
         stand.compiler.gate.set()
         await session.tokens_of(1, 2, 3, 4)
-
-
-async def test_a_real_worker_compiles_follows_refuses_and_leaves_no_process_behind() -> None:
-    engine = EngineConfig(model=str(DEMO), device="cpu", kv_cache_memory=2**24, max_model_len=256)
-    worker = WorkerServer(WorkerConfig(engine=engine, cluster_secret="hush"))
-    address = await worker.start()
-    try:
-        eos = sorted(worker._loaded.model.eos_token_ids)
-        tokenizer = load_tokenizer(DEMO)
-        async with Session(address) as session:
-            await session.submit(1, sampling=following("(a") | {"eos_token_ids": eos})
-            rejected = await session.read_until("rejected")
-            assert rejected.reason == RejectReason.REJECT_REASON_GRAMMAR
-            assert rejected.detail.endswith("it is not valid, a group is not closed")
-            sampling = following("[0-9]{4}-[0-9]{2}") | {"eos_token_ids": eos, "n": 2}
-            await session.submit(2, max_tokens=30, sampling=sampling)
-            outputs = await session.outputs_of((2, 0), (2, 1))
-        for tokens in outputs.values():
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            assert re.fullmatch("[0-9]{4}-[0-9]{2}", text), text
-        assert worker._grammars is not None
-        process = worker._grammars._slots[0].process
-        assert process is not None
-        assert process.is_alive
-    finally:
-        await worker.stop(0)
-    assert not process.is_alive

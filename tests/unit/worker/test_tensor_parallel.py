@@ -6,9 +6,10 @@ test_engine_tokens.py runs on several ranks too: preemption, swap, forks, prefix
 import re
 import threading
 from collections.abc import Callable
-from itertools import count
+from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,62 +26,50 @@ from blockyard.worker.model.division import divide
 from blockyard.worker.model.weights import random_weights
 from blockyard.worker.parallel.collective import RankFailed
 from blockyard.worker.parallel.follower import Follower
-from blockyard.worker.parallel.ranks import Ranks
-from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.startup import loading
-from blockyard.worker.startup.loading import LoadedEngine
 
-from .checkpoints import ARCHITECTURES, make_checkpoint, reference_greedy, shared_checkpoint
+from .checkpoints import reference_greedy, shared_checkpoint
 from .in_process_ranks import InProcess, in_process
 from .ranks import divided_engine, ranks
-from .test_beam_tokens import Search, assert_equal, start
-from .test_engine_tokens import BLOCK_SIZE, BYTES_PER_BLOCK, assert_greedy, outputs_of, prompt_of, run, submit
+from .token_engines import BLOCK_SIZE, DEMO, assert_greedy, config_of, outputs_of, prompt_of, run, submit
 
 SIZES = (2, 4)
 """The tiny models have 2 kv heads: split between 2 ranks, and each on 2 of 4 ranks."""
-DEMO = Path(__file__).parents[3] / "deploy/demo_model/checkpoint"
+LLAMA = "LlamaForCausalLM"
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    (LLAMA, {"vocab_size": 271, "intermediate_size": 37}),
+    ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 37}),
+    ("MixtralForCausalLM", {}),
+    (LLAMA, {"attention_bias": True}),
+    ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    ("MistralForCausalLM", {"sliding_window": 20}),
+]
 
 
-def config_of(checkpoint: Path, **settings: Any) -> EngineConfig:
-    defaults = {"kv_cache_memory": 128 * BYTES_PER_BLOCK, "block_size": BLOCK_SIZE}
-    return EngineConfig(model=str(checkpoint), device="cpu", **(defaults | settings))
+def greedy_tokens(folder: Path, size: int, **settings: Any) -> list[int]:
+    with divided_engine(config_of(folder, num_ranks=size, **settings), size) as engine:
+        request = submit(engine, prompt_of(37), 12)
+        return run(engine)[request][0]
 
 
-def greedy_tokens(checkpoint: Path, size: int, **settings: Any) -> list[int]:
-    with divided_engine(config_of(checkpoint, **settings), size) as engine:
-        submit(engine, prompt_of(37), 12)
-        return run(engine)[RequestId(0)][0]
-
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
-    "a vocabulary and an MLP that do not divide": (
-        "LlamaForCausalLM",
-        {"vocab_size": 271, "intermediate_size": 37},
-    ),
-    "experts that do not divide": ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 37}),
-    "biases": ("LlamaForCausalLM", {"attention_bias": True}),
-    "one matrix for embedding and head": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
-    "windows": ("MistralForCausalLM", {"sliding_window": 20}),
-}
-
-
-@pytest.mark.parametrize(
-    ("variant", "size"), [(variant, size) for variant in VARIANTS for size in SIZES], ids=str
-)
-def test_greedy_tokens_are_those_of_transformers(variant: str, size: int) -> None:
-    architecture, overrides = VARIANTS[variant]
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("architecture", "overrides"), VARIANTS, ids=str)
+def test_greedy_tokens_are_those_of_transformers(
+    architecture: str, overrides: dict[str, Any], size: int
+) -> None:
+    """Also where a vocabulary, an MLP or experts do not divide."""
     checkpoint = shared_checkpoint(architecture, **overrides)
     assert_greedy(checkpoint, prompt_of(37), greedy_tokens(checkpoint, size))
 
 
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}], ids=str)
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("size", SIZES)
-def test_8_bit_blocks_give_the_tokens_of_one_rank(settings: dict[str, Any], size: int) -> None:
+def test_8_bit_blocks_give_the_tokens_of_one_rank(dtype: str, size: int) -> None:
     checkpoint = shared_checkpoint("Qwen3ForCausalLM")
-    assert greedy_tokens(checkpoint, size, **settings) == greedy_tokens(checkpoint, 1, **settings)
+    one, divided = (greedy_tokens(checkpoint, each, kv_cache_dtype=dtype) for each in (1, size))
+    assert one == divided
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -127,7 +116,7 @@ def prompt_logprobs(checkpoint: Path, size: int, settings: dict[str, Any]) -> to
 )
 def test_rounded_numbers_are_as_exact_on_any_number_of_ranks(settings: dict[str, Any]) -> None:
     """Rounding differs, so errors are compared: each rank rounds other sums, and has scales of its own."""
-    checkpoint = shared_checkpoint("LlamaForCausalLM", intermediate_size=37)
+    checkpoint = shared_checkpoint(LLAMA, intermediate_size=37)
     exact = prompt_logprobs(checkpoint, 1, {"deterministic": True})
     errors = [
         float((prompt_logprobs(checkpoint, size, settings) - exact).abs().mean()) for size in (1, *SIZES)
@@ -176,7 +165,7 @@ def run_outputs(engine: Engine) -> dict[Any, Any]:
 
 
 def test_a_rank_without_finite_logits_fails_the_rows_that_take_the_largest() -> None:
-    checkpoint = shared_checkpoint("LlamaForCausalLM")
+    checkpoint = shared_checkpoint(LLAMA)
     followers: list[Follower] = []
     with divided_engine(config_of(checkpoint), 2, followers) as engine:
         part = followers[0]._part
@@ -198,21 +187,6 @@ def test_a_rank_without_finite_logits_fails_the_rows_that_take_the_largest() -> 
         assert outputs[second, 0][-1].state is SequenceState.FAILED
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_beams_are_those_of_transformers(size: int) -> None:
-    checkpoint = shared_checkpoint("LlamaForCausalLM")
-    search = Search(prompt=prompt_of(37), eos=frozenset())
-    with divided_engine(config_of(checkpoint), size) as engine:
-        request_id = start(engine, search)
-        outputs = [steps[-1] for (owner, _), steps in outputs_of(engine).items() if owner == request_id]
-        assert_equal(checkpoint, search, outputs)
-
-
-def _with_ranks(group: Ranks) -> Callable[[EngineConfig, Ranks], LoadedEngine]:
-    load = loading.load_engine
-    return lambda config, _: load(config, group)
-
-
 def test_outputs_follow_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = Grammar(kind="regex", source="(return|yield|pass) [a-z]{2,8}")
     wild = SamplingParams(seed=2, max_tokens=30, n=2, temperature=2.0)
@@ -221,7 +195,8 @@ def test_outputs_follow_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for size in (1, 2):
         with ranks(EngineConfig(model=str(DEMO), **settings), size) as group, monkeypatch.context() as patch:
-            patch.setattr(loading, "load_engine", _with_ranks(group))
+            load = partial(loading.load_engine, ranks=group)
+            patch.setattr(loading, "load_engine", lambda config, _, load=load: load(config))
             answers = LLM(str(DEMO), **settings).generate(["def ", "x = "], wild, structured_output=grammar)
             texts.append([output.text for answer in answers for output in answer.outputs])
     assert texts[0] == texts[1]
@@ -229,9 +204,9 @@ def test_outputs_follow_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_parts_of_random_weights_are_one_model(tie: bool, tmp_path: Path) -> None:
+def test_parts_of_random_weights_are_one_model(tie: bool) -> None:
     overrides = {"attention_bias": True, "vocab_size": 270, "tie_word_embeddings": tie}
-    config = load_config(make_checkpoint(tmp_path, "LlamaForCausalLM", **overrides))
+    config = load_config(shared_checkpoint(LLAMA, **overrides))
     cpu = torch.device("cpu")
     whole = random_weights(config, torch.float32, cpu, seed=3)
     parts = [random_weights(config, torch.float32, cpu, 3, divide(config, rank, 2)) for rank in range(2)]
@@ -248,51 +223,21 @@ def test_parts_of_random_weights_are_one_model(tie: bool, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "reason"), [(4, 2, 3, "4 query heads"), (12, 4, 6, "4 kv heads")]
 )
-def test_heads_that_do_not_divide_are_refused(
-    heads: int, kv_heads: int, size: int, reason: str, tmp_path: Path
-) -> None:
+def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int, size: int, reason: str) -> None:
     overrides = {"hidden_size": 96, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    config = load_config(make_checkpoint(tmp_path, "LlamaForCausalLM", **overrides))
+    config = load_config(shared_checkpoint(LLAMA, **overrides))
     with pytest.raises(ValueError, match=f"{reason} do not divide among {size} ranks"):
         divide(config, 0, size)
 
 
-def fails_once(runner: object, after: int) -> None:
-    """Make the forward pass number `after` of a rank fail within its layers."""
-    assert isinstance(runner, PartRunner)
-    attend: Callable[..., torch.Tensor] = runner._decoder._attend
-    numbers = count()
-
-    def failing(*arguments: Any) -> torch.Tensor:
-        if next(numbers) == after:
-            raise MemoryError("injected")
-        return attend(*arguments)
-
-    runner._decoder._attend = failing  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1, 3])
-@pytest.mark.parametrize("overlap_steps", ["off", "on"])
-def test_a_step_that_fails_on_one_rank_is_run_again_on_all(failing_rank: int, overlap_steps: str) -> None:
-    checkpoint = shared_checkpoint("LlamaForCausalLM")
-    followers: list[Follower] = []
-    with divided_engine(config_of(checkpoint, overlap_steps=overlap_steps), 4, followers) as engine:
-        parts = [engine.runner, *(follower._part for follower in followers)]
-        fails_once(parts[failing_rank], after=10)
-        requests = [submit(engine, prompt_of(37, seed=number), 12) for number in range(3)]
-        tokens = run(engine)
-        for number, request in enumerate(requests):
-            assert_greedy(checkpoint, prompt_of(37, seed=number), tokens[request][0])
-
-
-def fails_at_random(part: object, chance: Random) -> list[int]:
-    """Make one forward pass in forty fail within its layers. Return a list that gets an entry for each failure."""
+def fails(part: object, when: Callable[[], bool]) -> list[int]:
+    """Make forward passes of a rank fail within their layers. Return a list that gets an entry for each failure."""
     assert isinstance(part, PartRunner)
     attend: Callable[..., torch.Tensor] = part._decoder._attend
     failures: list[int] = []
 
     def failing(*arguments: Any) -> torch.Tensor:
-        if chance.random() < 1 / 40 / part.config.num_layers:
+        if when():
             failures.append(1)
             raise MemoryError("injected")
         return attend(*arguments)
@@ -301,18 +246,34 @@ def fails_at_random(part: object, chance: Random) -> list[int]:
     return failures
 
 
+@pytest.mark.parametrize("failing_rank", [0, 1, 3])
+@pytest.mark.parametrize("overlap_steps", ["off", "on"])
+def test_a_step_that_fails_on_one_rank_is_run_again_on_all(failing_rank: int, overlap_steps: str) -> None:
+    checkpoint, followers = shared_checkpoint(LLAMA), list[Follower]()
+    config = config_of(checkpoint, num_ranks=4, overlap_steps=overlap_steps)
+    with divided_engine(config, 4, followers) as engine:
+        parts = [engine.runner, *(follower._part for follower in followers)]
+        calls = iter([False] * 10 + [True])
+        failures = fails(parts[failing_rank], lambda: next(calls, False))
+        requests = [submit(engine, prompt_of(37, seed=number), 12) for number in range(3)]
+        tokens = run(engine)
+        assert failures
+        for number, request in enumerate(requests):
+            assert_greedy(checkpoint, prompt_of(37, seed=number), tokens[request][0])
+
+
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_fail_at_random_change_no_token(seed: int) -> None:
-    checkpoint, followers = shared_checkpoint("LlamaForCausalLM"), list[Follower]()
-    small = {"kv_cache_memory": 9 * BYTES_PER_BLOCK // 2, "max_model_len": 9 * BLOCK_SIZE}
-    config = config_of(
-        checkpoint, preempt="swap", swap_space_gib=0.001, overlap_steps=("off", "on")[seed % 2], **small
-    )
-    with divided_engine(config, 2, followers) as engine:
-        failures = [
-            fails_at_random(part, Random(10 * seed + number))
-            for number, part in enumerate((engine.runner, followers[0]._part))
-        ]
+    """One forward pass in forty fails."""
+    checkpoint, followers = shared_checkpoint(LLAMA), list[Follower]()
+    settings = {"max_model_len": 9 * BLOCK_SIZE, "preempt": "swap", "swap_space_gib": 0.001}
+    settings["overlap_steps"] = ("off", "on")[seed % 2]
+    with divided_engine(config_of(checkpoint, num_blocks=9, num_ranks=2, **settings), 2, followers) as engine:
+        failures = []
+        for number, part in enumerate((engine.runner, followers[0]._part)):
+            chance = Random(10 * seed + number)
+            failures.append(fails(part, lambda chance=chance: chance.random() < 1 / 40 / 3))
         requests = [submit(engine, prompt_of(40, seed=number), 30) for number in range(4)]
         outputs = outputs_of(engine)
         assert engine.scheduler.num_swaps > 0
@@ -326,20 +287,14 @@ def test_ranks_that_fail_at_random_change_no_token(seed: int) -> None:
 
 
 def test_a_host_block_that_another_rank_has_lost_is_computed_again() -> None:
-    checkpoint = shared_checkpoint("LlamaForCausalLM")
+    checkpoint = shared_checkpoint(LLAMA)
     followers: list[Follower] = []
-    config = config_of(
-        checkpoint,
-        kv_cache_memory=8 * BYTES_PER_BLOCK // 2,
-        max_model_len=8 * BLOCK_SIZE,
-        verify_host_memory=True,
-        host_cache_gib=0.001,
-    )
+    settings = {"max_model_len": 8 * BLOCK_SIZE, "verify_host_memory": True, "host_cache_gib": 0.001}
+    config = config_of(checkpoint, num_blocks=8, num_ranks=2, **settings)
     with divided_engine(config, 2, followers) as engine:
-        submit(engine, prompt_of(65), 1)
-        run(engine)
-        submit(engine, prompt_of(110, seed=5), 1)
-        run(engine)
+        for prompt in (prompt_of(65), prompt_of(110, seed=5)):
+            submit(engine, prompt, 1)
+            run(engine)
         part, runner = followers[0]._part, engine.runner
         assert isinstance(part, PartRunner)
         assert isinstance(runner, TorchRunner)
@@ -360,7 +315,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_by_an_error() -> None:
 
 
 def test_a_worker_of_several_ranks_computes_its_own_kind_of_blocks() -> None:
-    config = config_of(shared_checkpoint("LlamaForCausalLM"))
+    config = config_of(shared_checkpoint(LLAMA))
     found = []
     for size in (1, 2):
         with ranks(config, size) as group:
@@ -371,50 +326,25 @@ def test_a_worker_of_several_ranks_computes_its_own_kind_of_blocks() -> None:
     assert (num_ranks, part_bytes) == (2, whole_bytes // 2)
 
 
-class Paper:
-    """Implements `Meter` for a rank with this much memory in all, of which nothing is taken."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-
-    def taken(self) -> tuple[int, int]:
-        return 0, self.total
-
-    def reserved(self) -> int:
-        return 0
-
-    def allocated(self) -> int:
-        return 0
-
-    def forget_peak(self) -> None:
-        pass
-
-    def peak(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("poorest", range(3))
 def test_the_rank_with_the_least_memory_decides_the_size_of_all_pools(
     poorest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks measure it in the same two steps, as on GPUs."""
 
-    def meter(_: torch.device) -> Paper:
+    def meter(_: torch.device) -> object:
+        """Implements `Meter` for this rank's memory, of which nothing is taken."""
         name = threading.current_thread().name
         rank = int(name.removeprefix("rank ")) if name.startswith("rank ") else 0
-        return Paper(STAGING_BYTES + 2**21 + (0 if rank == poorest else 2**21))
+        total = STAGING_BYTES + 2**21 + (0 if rank == poorest else 2**21)
+        methods = {name: lambda: 0 for name in ("reserved", "allocated", "forget_peak", "peak")}
+        return SimpleNamespace(taken=lambda: (0, total), **methods)
 
     monkeypatch.setattr(loading, "known_budget", lambda config, device: None)
     monkeypatch.setattr(loading, "CudaMeter", meter)
-    checkpoint, followers = shared_checkpoint("LlamaForCausalLM"), list[Follower]()
-    config = config_of(
-        checkpoint,
-        gpu_memory_utilization=1.0,
-        enforce_eager=True,
-        max_num_batched_tokens=64,
-        max_num_seqs=4,
-        swap_space_gib=0.0,
-    )
+    checkpoint, followers = shared_checkpoint(LLAMA), list[Follower]()
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enforce_eager": True, "swap_space_gib": 0.0}
+    config = config_of(checkpoint, gpu_memory_utilization=1.0, **settings)
     with ranks(config, 4, followers) as group:
         loaded = loading.load_engine(config, group)
         runner = loaded.runner

@@ -75,7 +75,6 @@ def test_at_most_4_percent_of_the_memory_used_by_the_mixed_load_is_empty() -> No
     assert 0.0 < empty <= 0.04
 
 
-@pytest.mark.ci
 def test_larger_blocks_leave_more_memory_empty_and_find_less_again() -> None:
     small, large = block_size_figures(16), block_size_figures(64)
     assert small.empty_share < large.empty_share

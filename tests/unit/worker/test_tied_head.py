@@ -1,7 +1,6 @@
 """Checkpoints that tie head and embedding by config.json, and have a head of their own: the files decide."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,21 @@ from blockyard.deploy.settings.size import size_model
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.shards import num_parameters
-from blockyard.worker.model.weights import load_weights
 from safetensors.torch import load_file, save_file
-
-from tests.unit.device.test_model_variants import Model
 
 from .checkpoints import (
     TINY,
     assert_logits_equal_transformers,
     make_checkpoint,
     pool_by_last_token,
-    reference_greedy,
     reference_model,
     shared_checkpoint,
 )
-from .test_engine_tokens import assert_greedy, prompt_of
-from .test_quantised_checkpoints import assert_reads_exactly, assert_serves, checkpoints
-from .test_tensor_parallel import greedy_tokens
-from .test_weights import change_tensors, load
+from .quantised import assert_reads_exactly, assert_serves, checkpoints, load
+from .ranks import divided_engine
+from .spoiling import change_config, change_tensors, copy_of, read_config
+from .steps import Model
+from .token_engines import assert_greedy, config_of, greedy, prompt_of, run, submit
 
 HEAD_NUMEL = TINY["vocab_size"] * TINY["hidden_size"]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -43,12 +39,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def tie(source: Path, folder: Path) -> Path:
     """Copy a checkpoint, and say in its config.json that the head is tied."""
-    shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    for part in (config, config.get("text_config", {})):
-        part["tie_word_embeddings"] = True
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    config = read_config(copy_of(source, folder))
+    parts = {"tie_word_embeddings": True}
+    if "text_config" in config:
+        parts["text_config"] = config["text_config"] | parts
+    return change_config(folder, **parts)
 
 
 def bytes_in_plans(folder: Path) -> tuple[int, int]:
@@ -80,16 +75,21 @@ def test_a_head_of_its_own_is_used_and_counted_and_a_warning_says_so(
     told = [record for record in caplog.records if "lm_head" in record.message]
     assert [(record.levelname, str(folder) in record.message) for record in told] == [("WARNING", True)]
     tokens = prompt_of(21)
-    [actual] = Model(folder).step([(tokens, 0, list(range(21)))])
-    assert_logits_equal_transformers(actual, folder, tokens)
-    assert_logits_equal_transformers(actual, untied, tokens)
+    actual = Model(folder).logits(tokens)
+    assert_logits_equal_transformers(actual, folder, list(tokens))
+    assert_logits_equal_transformers(actual, untied, list(tokens))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_has_its_part_of_the_head(size: int, tmp_path: Path) -> None:
     untied = shared_checkpoint("Qwen3ForCausalLM")
     folder = tie(untied, tmp_path / "tied")
-    assert_greedy(untied, prompt_of(37), greedy_tokens(folder, size))
+    with divided_engine(config_of(folder), size) as engine:
+        request = submit(engine, prompt_of(37))
+        assert_greedy(untied, prompt_of(37), run(engine)[request][0])
+    assert greedy(folder, prompt_of(9), 4) == greedy(untied, prompt_of(9), 4), (
+        "transformers takes the same head"
+    )
 
 
 def test_a_head_is_found_in_any_shard(tmp_path: Path) -> None:
@@ -143,10 +143,9 @@ def test_a_config_is_read_without_weights_and_beside_files_that_are_not_valid(tm
         file.unlink() if content is None else file.write_bytes(content)
         assert load_config(folder).tie_word_embeddings
         with pytest.raises(ValueError, match="safetensors"):
-            load_weights(folder, load_config(folder), dtype=torch.float32, device=torch.device("cpu"))
+            load(folder)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("offsets", [[0, 2**62], [2**63, 2**63 + 4], [-4, 4], [8, 4], [0, 8.5]])
 def test_tensors_that_lie_outside_of_the_file_are_not_compared(offsets: list[float], tmp_path: Path) -> None:
     folder = tie(shared_checkpoint("Qwen3ForCausalLM"), tmp_path / "tied")
@@ -162,12 +161,3 @@ def test_a_head_of_another_shape_is_refused_and_not_passed_over(tmp_path: Path) 
     save_file(tensors | {"lm_head.weight": torch.zeros(7, 64)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"'lm_head.weight' has shape \(7, 64\)"):
         load(folder)
-
-
-def test_transformers_uses_the_same_head(tmp_path: Path) -> None:
-    """This is the behaviour that the tests above take over."""
-    untied = shared_checkpoint("Qwen3ForCausalLM")
-    folder = tie(untied, tmp_path / "tied")
-    assert (
-        reference_greedy(folder, prompt_of(9), 4).tokens == reference_greedy(untied, prompt_of(9), 4).tokens
-    )

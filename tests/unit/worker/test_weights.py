@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,37 +13,18 @@ from blockyard.worker.model.config import UnsupportedModelError, load_config, re
 from blockyard.worker.model.shards import num_parameters
 from blockyard.worker.model.traits.mixture import Mixture
 from blockyard.worker.model.weights import ExpertWeights, load_weights, random_weights
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from .checkpoints import (
-    ARCHITECTURES,
-    EXPERTS,
-    make_checkpoint,
-    make_model,
-    reference_model,
-    shared_checkpoint,
-)
+from .checkpoints import ARCHITECTURES, EXPERTS, reference_model, shared_checkpoint
+from .spoiling import Tensors, change_config, change_tensors, copy_of
 
 CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint of its own, to be spoilt."""
-    return Path(shutil.copytree(shared_checkpoint("Qwen2ForCausalLM"), tmp_path / "model"))
-
-
-def change_config(folder: Path, **fields: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
-def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
+    return copy_of(shared_checkpoint("Qwen2ForCausalLM"), tmp_path / "model")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -90,16 +68,14 @@ def assert_experts(experts: ExpertWeights, part: Tensors, *, is_mixtral: bool) -
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_counted_as_transformers_counts_them(
-    architecture: str, tied: bool, tmp_path: Path
-) -> None:
-    folder = make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied)
+def test_parameters_are_counted_as_transformers_counts_them(architecture: str, tied: bool) -> None:
+    folder = shared_checkpoint(architecture, tie_word_embeddings=tied)
     assert num_parameters(load_config(folder)) == reference_model(folder).num_parameters()
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_all_four_biases_of_attention_are_loaded(architecture: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, architecture, attention_bias=True)
+def test_all_four_biases_of_attention_are_loaded(architecture: str) -> None:
+    folder = shared_checkpoint(architecture, attention_bias=True)
     tensors, weights = load_file(folder / "model.safetensors"), load(folder)
     for index, layer in enumerate(weights.layers):
         bias = {letter: tensors[f"model.layers.{index}.self_attn.{letter}_proj.bias"] for letter in "qkvo"}
@@ -156,7 +132,7 @@ def test_a_wrong_tensor_is_named_with_its_file(kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("architecture", EXPERTS)
 def test_stacked_and_missing_experts_are_named(architecture: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(shared_checkpoint(architecture), tmp_path / "model"))
+    folder = copy_of(shared_checkpoint(architecture), tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     change_tensors(folder, lambda t: t.update({name: torch.zeros(1)}))
     with pytest.raises(ValueError, match=f"tensor '{name}' is unexpected in a {architecture}"):
@@ -314,53 +290,13 @@ def test_end_tokens_come_from_both_configs(folder: Path) -> None:
     assert load_config(folder).eos_token_ids == {5}, "ids beyond the logits end nothing"
 
 
-def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no model folder: it has no config\.json"):
-        load_config(tmp_path)
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path, folder: Path) -> None:
+    for missing in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match=r"is no model folder: it has no config\.json"):
+            load_config(missing)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         load_config(tmp_path)
-
-
-def test_a_folder_that_is_missing_is_no_model_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no model folder: it has no config\.json"):
-        load_config(tmp_path / "missing")
-
-
-def test_a_local_folder_is_itself(folder: Path) -> None:
     assert resolve_model(str(folder)) == folder
-
-
-def test_a_name_that_is_neither_folder_nor_repository_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder here"):
         resolve_model(tmp_path / "not" / "there")
-
-
-@pytest.mark.ci
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
-def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
-    """Neither while they are read and converted, nor once they are packed for the CPU's linears."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 4096}
-    model = make_model("LlamaForCausalLM", **sizes, num_attention_heads=8, head_dim=64).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    config = load_config(tmp_path)
-    weight_bytes = 4 * num_parameters(config)
-    largest_bytes = 4 * sizes["vocab_size"] * sizes["hidden_size"]
-    program = Path(__file__).with_name("loading_memory.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)],
-        # What is freed is given back at once: what glibc would keep for later differs from run to run, up to 8 MB here.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    loaded, peak, packed = map(int, done.stdout.split())
-    print(f"weights {weight_bytes / 1e6:.0f} MB; loaded {loaded / 1e6:.0f}, peak {peak / 1e6:.0f}, "
-          f"packed {packed / 1e6:.0f} MB")  # fmt: skip
-    assert loaded > 0.9 * weight_bytes
-    # The largest is on its way, and some padding.
-    assert peak < weight_bytes + 1.5 * largest_bytes
-    assert packed < weight_bytes + 0.5 * largest_bytes

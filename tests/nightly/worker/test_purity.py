@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 RECORD = """
 import torch
 from blockyard.kernels.cpu.recording import Allocations, Arena
@@ -25,7 +23,6 @@ def test_the_scheduler_and_all_it_decides_by_load_no_tensors_and_no_services() -
     assert loaded_by("blockyard.worker.scheduling.scheduler", names) == "[]"
 
 
-@pytest.mark.ci
 def test_the_engine_runs_where_only_torch_is_and_records_its_steps_without_torchs_compiler() -> None:
     names = {"grpc", "ray", "redis", "llguidance", "torch._dynamo"}
     assert loaded_by("blockyard.worker.engine_thread, blockyard.worker.llm", names, RECORD) == "[]"

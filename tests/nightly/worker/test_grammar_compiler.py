@@ -16,7 +16,7 @@ from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.masks import Masks
 from blockyard.worker.grammar.sandbox_process import TrialsUnavailable
 
-from .grammars import PERSON, allowed, demo_source, regex, row_of, schema
+from tests.unit.worker.grammars import PERSON, allowed, demo_source, regex, row_of, schema
 
 PATIENT_SECONDS = 30.0
 """Time limit for a grammar on a busy machine, in tests that do not test the limit."""
@@ -89,7 +89,6 @@ async def test_what_is_compiled_makes_masks() -> None:
     masks.close()
 
 
-@pytest.mark.ci
 async def test_hostile_grammars_are_refused_and_a_normal_one_behind_them_is_served() -> None:
     async with open_compiler(memory_bytes=2**28) as compiler:
         results = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""`python -m tests.unit.worker.far_rank`, within a network namespace of its own: two ranks that share no memory.
+"""`python -m tests.nightly.worker.far_rank`, within a network namespace of its own: two ranks that share no memory.
 
 Rank 1 is at the far end of a pair of virtual interfaces, in a namespace and with a /dev/shm of its own, as on another
 machine. Prints as JSON the tokens, and after how many seconds each end noticed that the link went down.
@@ -21,7 +21,7 @@ from blockyard.worker.parallel.collective import RanksLost
 from blockyard.worker.parallel.processes import SECRET_VARIABLE
 from blockyard.worker.sequences.sampling_params import SamplingParams
 
-from .test_ranks import DEMO, GREEDY, PROMPTS, SECRET, settings
+from tests.unit.worker.rank_links import DEMO, GREEDY, PROMPTS, SECRET, settings
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
 OURS, THEIRS = "near0", "far0"
