@@ -5,9 +5,10 @@ what a path does (routes.py).
 """
 
 import html
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -22,11 +23,14 @@ from blockyard.router.openai.requests import completion as completion_request
 from blockyard.router.openai.requests import embedding as embedding_request
 from blockyard.router.openai.requests.fields import Fields, object_schema
 from blockyard.router.openai.responses import request as responses_request
+from blockyard.router.openai.responses.stored import PAGE_QUERY
 
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 RESPONSE = f"{RESPONSES}/{{response_id}}"
 INPUT_ITEMS = f"{RESPONSE}/input_items"
+_NAMED = re.compile(r"\{(\w+)\}")
+"""A parameter of a path."""
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}td,th{border-top:1px solid #bbb;padding:.3rem .6rem .3rem 0;"
@@ -49,6 +53,8 @@ class Described:
     fields: Fields | None = None
     """Fields of the request's body. None: it has no body."""
     required: tuple[str, ...] = ()
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Schemas of the parameters of its query."""
     answer: str = "application/json"
     """Media type of its answer."""
     error: str = "Error"
@@ -83,7 +89,8 @@ PATHS: Mapping[str, Described] = {
     ),
     INPUT_ITEMS: Described(
         verb="GET",
-        says="The items before a stored response. Query: limit (1 to 100), order (asc, desc), after.",
+        says="The items before a stored response.",
+        query=PAGE_QUERY,
     ),
     "/v1/messages": Described(
         verb="POST",
@@ -103,7 +110,8 @@ PATHS: Mapping[str, Described] = {
     f"{MODELS}/{{model}}": Described(verb="GET", says="One model or adapter, by its name."),
     batch_paths.FILES: Described(
         verb="GET",
-        says="The tenant's files, newest first. Query: purpose, after, limit, order.",
+        says="The tenant's files, newest first.",
+        query={**batch_paths.PAGE_QUERY, "purpose": {"type": "string"}},
         also=(
             Described(
                 verb="POST",
@@ -121,7 +129,9 @@ PATHS: Mapping[str, Described] = {
         says="Answers a file of requests with the lowest priority, within 24 hours.",
         fields=CREATE_FIELDS,
         required=("input_file_id", "endpoint", "completion_window"),
-        also=(Described(verb="GET", says="The tenant's batches, newest first. Query: after, limit."),),
+        also=(
+            Described(verb="GET", says="The tenant's batches, newest first.", query=batch_paths.PAGE_QUERY),
+        ),
     ),
     batch_paths.BATCH: Described(verb="GET", says="One batch, by its id."),
     batch_paths.CANCEL: Described(verb="POST", says="Ends a batch. Answers that exist stay."),
@@ -153,7 +163,7 @@ def document(version: str) -> dict[str, Any]:
         "info": {"title": "Blockyard", "version": version},
         "security": [{"token": []}, {}],
         "paths": {
-            path: {one.verb.lower(): _operation(one) for one in (described, *described.also)}
+            path: {one.verb.lower(): _operation(path, one) for one in (described, *described.also)}
             for path, described in PATHS.items()
         },
         "components": {
@@ -207,7 +217,7 @@ _ANTHROPIC_ERROR = {
 }
 
 
-def _operation(described: Described) -> dict[str, Any]:
+def _operation(path: str, described: Described) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{described.error}"}}}
     operation: dict[str, Any] = {
         "summary": described.says,
@@ -216,6 +226,15 @@ def _operation(described: Described) -> dict[str, Any]:
             "default": {"description": "What went wrong.", "content": error},
         },
     }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _NAMED.findall(path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in described.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if described.form is not None:
         form = {name: {"type": "string", "format": kind} for name, kind in described.form.items()}
         schema = {"type": "object", "properties": form, "required": sorted(form)}
@@ -257,7 +276,9 @@ def _comments() -> dict[str, str]:
 
 
 def _section(path: str, described: Described) -> str:
-    head = f"<h2><code>{described.verb} {html.escape(path)}</code></h2><p>{html.escape(described.says)}</p>"
+    asked = f" Query: {', '.join(described.query)}." if described.query else ""
+    says = html.escape(described.says + asked)
+    head = f"<h2><code>{described.verb} {html.escape(path)}</code></h2><p>{says}</p>"
     if described.fields is None:
         return head
     rows = "".join(_rows(described.fields, described.required))

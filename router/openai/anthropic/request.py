@@ -27,7 +27,7 @@ from blockyard.router.openai.requests.fields import (
     text,
     texts,
 )
-from blockyard.router.openai.requests.sampling import POSITIVE, SHARED
+from blockyard.router.openai.requests.sampling import OUTPUT_TOKENS, SHARED
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
 from blockyard.router.request.chats import MAX_MESSAGES
@@ -105,7 +105,7 @@ COUNT_FIELDS: Fields = {
 }
 """Fields of both routes, which make the prompt."""
 FIELDS: Fields = {
-    "max_tokens": integer(POSITIVE),
+    "max_tokens": integer(OUTPUT_TOKENS),
     "stop_sequences": items.then(
         lambda name, value: value, items={"type": "string", "minLength": 1}, maxItems=COUNTS["stop"]
     ).said("Texts that end the answer, which names the one that did."),

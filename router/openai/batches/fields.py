@@ -4,16 +4,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.openai.requests.fields import Fields, mapping, text
+from blockyard.router.openai.requests.fields import Fields, Kind, mapping, text
 
+WINDOW = "24h"
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 CREATE_FIELDS: Fields = {
     "input_file_id": text.said("The file of requests, uploaded with the purpose batch."),
     "endpoint": text.said(
         "The path of all its requests: that of chats, completions, responses or embeddings."
     ),
-    "completion_window": text.said("Must be 24h."),
-    "metadata": mapping.said("Up to 16 pairs of strings, which come back with the batch."),
+    "completion_window": Kind(text.check, {"const": WINDOW}).said("When it must have ended."),
+    "metadata": Kind(
+        mapping.check,
+        {
+            **mapping.schema,
+            "maxProperties": MAX_PAIRS,
+            "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
+            "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARACTERS},
+        },
+    ).said("Pairs of strings, which come back with the batch."),
 }
 
 

@@ -20,9 +20,9 @@ from blockyard.router.calls.bounds import Caller
 from blockyard.router.calls.generating import Calls
 from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import Forbidden, InvalidRequest
-from blockyard.router.openai.batches.fields import CREATE_FIELDS, checked_metadata
+from blockyard.router.openai.batches.fields import CREATE_FIELDS, WINDOW, checked_metadata
 from blockyard.router.openai.batches.line_calls import LineCalls
-from blockyard.router.openai.batches.paths import BATCHES, FILES
+from blockyard.router.openai.batches.paths import BATCHES, DEFAULT_LIMITS, FILES, MAX_PAGE
 from blockyard.router.openai.batches.records import (
     BatchRecord,
     FileRecord,
@@ -46,10 +46,7 @@ from blockyard.router.openai.http.errors import BatchLimit, Conflict, NoSuchBatc
 from blockyard.router.openai.http.json_response import json_response
 from blockyard.router.openai.requests.fields import given, refuse_others, text
 
-WINDOW = "24h"
 WINDOW_SECONDS = 24 * 3600
-DEFAULT_LIMITS = {FILES: 1000, BATCHES: 20}
-MAX_PAGE = 1000
 LIMIT = re.compile(r"[0-9]{1,4}")
 CONTENT_BYTES = 256 * 1024
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from blockyard.router.openai.batches.paths import ID
 from blockyard.router.openai.batches.records import (
     EVERYTHING,
     BatchRecord,
@@ -53,7 +54,7 @@ LEAST_FREE_BYTES = 2**30
 """Space that uploads and answers leave free on the disk."""
 UPLOAD_SECONDS = 3600
 """An upload that is older than this was interrupted."""
-_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
+_ID = re.compile(ID)
 
 
 def drawn_file_id() -> str:

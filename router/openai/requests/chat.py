@@ -7,12 +7,14 @@ import json
 from typing import Any
 
 from blockyard.proto.limits import MAX_TOOLS
+from blockyard.proto.naming.identifiers import VARIABLE_PATTERN
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.requests.fields import (
     UINT32,
     Body,
     Fields,
+    Kind,
     boolean,
     given,
     integer,
@@ -22,7 +24,7 @@ from blockyard.router.openai.requests.fields import (
     refuse_others,
     text,
 )
-from blockyard.router.openai.requests.sampling import POSITIVE, SHARED, generate_request
+from blockyard.router.openai.requests.sampling import OUTPUT_TOKENS, SHARED, generate_request
 from blockyard.router.openai.requests.tools import TOOL_FIELDS, function_name, given_tools
 from blockyard.router.openai.requests.unsupported import UNSUPPORTED, refuse_unsupported, unsupported
 from blockyard.router.openai.requests.wanted import STREAM_FIELDS, Wanted, answering, field_names
@@ -285,15 +287,15 @@ CHAT_OPTIONS: Fields = {"add_generation_prompt": boolean, "continue_final_messag
 """Fields with the same name in the Chat message."""
 CHAT_FIELDS: Fields = {
     "messages": items.then(_read_messages, items=_MESSAGE, minItems=1, maxItems=MAX_MESSAGES),
-    "chat_template_kwargs": mapping.said(
-        'Variables for the model\'s chat template, such as {"enable_thinking": false}.'
-    ),
+    "chat_template_kwargs": Kind(
+        mapping.check, {**mapping.schema, "propertyNames": {"pattern": VARIABLE_PATTERN}}
+    ).said('Variables for the model\'s chat template, such as {"enable_thinking": false}.'),
     **CHAT_OPTIONS,
 }
 FIELDS: Fields = {
     **CHAT_FIELDS,
     **SHARED,
-    "max_completion_tokens": integer(POSITIVE).said("OpenAI's newer name of max_tokens."),
+    "max_completion_tokens": integer(OUTPUT_TOKENS).said("OpenAI's newer name of max_tokens."),
     "logprobs": boolean.said("Log-probabilities of each sampled token. Default false."),
     "top_logprobs": integer((0, 20)).said("With logprobs: also those of this many top tokens."),
     **STREAM_FIELDS,

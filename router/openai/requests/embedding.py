@@ -35,7 +35,7 @@ def _format(name: str, value: Any) -> str:
 
 
 _INPUT = prompts_kind(MAX_INPUTS)
-_FORMAT = Kind(_format, {"type": "string", "enum": ["float", "base64"]}).said(
+_FORMAT = Kind(_format, {"type": "string", "enum": ["float", "base64", None]}).said(
     "Whether an embedding is a list of numbers, or the text of their bytes: base64 of little-endian float32. "
     "Default float."
 )

@@ -27,7 +27,7 @@ def prompts_kind(most: int) -> Kind[list[Prompt]]:
             raise InvalidRequest.of(name, f"must have 1 to {most} prompts")
         return [_one(f"{name}[{number}]", item) for number, item in enumerate(value)]
 
-    one = [text.schema, token_ids.schema]
+    one = [{**text.schema, "minLength": 1}, {**token_ids.schema, "minItems": 1}]
     many = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": most}
     return Kind(read, {"anyOf": [*one, many]}).said(f"A text, token ids, or up to {most} of either.")
 

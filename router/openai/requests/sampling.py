@@ -7,7 +7,16 @@ are checked as for gRPC.
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from blockyard.proto.limits import COUNTS, MAX_LOGIT_BIAS, MAX_PAUSE_SECONDS
+from blockyard.proto.limits import (
+    COUNTS,
+    MAX_BAD_WORD_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUT_TOKENS,
+    MAX_PAUSE_SECONDS,
+    MAX_PRIORITY,
+    MAX_STOP_CHARS,
+)
+from blockyard.proto.naming.identifiers import MAX_NAME_CHARS, NAME_PATTERN
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.requests.fields import (
@@ -32,6 +41,7 @@ Value = TypeVar("Value")
 
 
 POSITIVE = (1, UINT32[1])
+OUTPUT_TOKENS = (1, MAX_OUTPUT_TOKENS)
 
 
 def _counted(name: str, kind: Kind[Value]) -> Kind[Value]:
@@ -46,6 +56,12 @@ def _counted(name: str, kind: Kind[Value]) -> Kind[Value]:
     return Kind(checked, {**kind.schema, bound: COUNTS[name]})
 
 
+def _bounded(kind: Kind[Value], most_characters: int) -> Kind[Value]:
+    """Return the kind of texts with the bounds that request/sampling_checks.py has for each of them."""
+    each = {"type": "string", "minLength": 1, "maxLength": most_characters}
+    return Kind(kind.check, {**kind.schema, **each, "type": kind.schema["type"], "items": each})
+
+
 def _read_biases(name: str, value: Mapping[str, Any]) -> dict[int, float]:
     return {_token_id(token_id): number(name, bias) for token_id, bias in value.items()}
 
@@ -54,6 +70,9 @@ def _top_k(name: str, value: Any) -> int:
     return 0 if value == -1 else integer(UINT32)(name, value)
 
 
+TEXT_CHARS = {"stop": MAX_STOP_CHARS, "bad_words": MAX_BAD_WORD_CHARS}
+"""Most characters of each text of a list."""
+_NAME = {"type": "string", "maxLength": MAX_NAME_CHARS, "pattern": NAME_PATTERN}
 SCALARS: Fields = {
     "temperature": number,
     "top_p": Kind(number.check, {**number.schema, "exclusiveMinimum": 0, "maximum": 1}),
@@ -67,7 +86,7 @@ SCALARS: Fields = {
     ),
     "min_p": number,
     "repetition_penalty": number,
-    "min_tokens": integer(UINT32),
+    "min_tokens": integer((0, MAX_OUTPUT_TOKENS)),
     "ignore_eos": boolean,
     "beam_width": integer(POSITIVE),
     "length_penalty": number,
@@ -75,17 +94,19 @@ SCALARS: Fields = {
 }
 """Fields with the same name in SamplingParams."""
 LISTS: Fields = {
-    **{name: _counted(name, texts) for name in ("stop", "bad_words")},
+    **{name: _counted(name, _bounded(texts, most)) for name, most in TEXT_CHARS.items()},
     **{name: _counted(name, token_ids) for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids")},
 }
 """Repeated fields with the same name in SamplingParams."""
 REQUEST_SCALARS: Fields = {
     "model": text.said("Absent: the cluster's model."),
-    "priority": integer(INT32),
-    "session_id": text,
-    "cache_salt": text,
+    "priority": Kind(integer(INT32).check, integer((-MAX_PRIORITY, MAX_PRIORITY)).schema),
+    "session_id": Kind(text.check, {**_NAME, "minLength": 1}),
+    "cache_salt": Kind(text.check, _NAME),
     "public_prefix": boolean,
-    "truncate_prompt_tokens": integer(INT32),
+    "truncate_prompt_tokens": Kind(
+        integer(INT32).check, {**integer((-1, INT32[1])).schema, "not": {"const": 0}}
+    ),
 }
 """Fields with the same name in GenerateRequest and EmbedRequest."""
 HINTS: Fields = {

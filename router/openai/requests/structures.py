@@ -114,7 +114,7 @@ _CHOICES = {
 _json_schema = Kind(_read_schema, _SCHEMA).said(
     "A JSON schema that the output follows, as a value or as JSON text."
 )
-_regex = text.then(_read_regex).said("A regular expression that the whole output matches.")
+_regex = text.then(_read_regex, minLength=1).said("A regular expression that the whole output matches.")
 _choice = Kind(_read_choice, _CHOICES).said("The output is one of these texts.")
 _OF_VLLM: Fields = {
     "json": _json_schema,
@@ -135,6 +135,7 @@ STRUCTURES: Fields = {
     "structured_outputs": mapping.then(
         _read_structured_outputs,
         **object_schema({**_OF_VLLM, **dict.fromkeys(_OPTIONS_OF_VLLM, boolean)}),
+        minProperties=1,
     ).said("vLLM's: one of json, regex, choice and json_object."),
     "json_schema": _json_schema,
     "regex": _regex,

@@ -103,7 +103,10 @@ def answering(body: Body) -> Answering:
     if options and not streams:
         raise InvalidRequest.of("stream_options", "needs stream to be true")
     refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
-    requested = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
+    requested = {
+        name: options.get(name) is not None and kind(f"stream_options.{name}", options[name])
+        for name, kind in STREAM_OPTIONS.items()
+    }
     return Answering(
         streams=streams,
         includes_usage=requested["include_usage"],

@@ -24,7 +24,7 @@ from blockyard.router.openai.requests.fields import (
     refuse_others,
     text,
 )
-from blockyard.router.openai.requests.sampling import POSITIVE, SHARED
+from blockyard.router.openai.requests.sampling import OUTPUT_TOKENS, POSITIVE, SHARED
 from blockyard.router.openai.requests.structures import STRUCTURES
 from blockyard.router.openai.requests.tools import TOOL_FIELDS, function_name
 from blockyard.router.openai.requests.unsupported import unsupported
@@ -158,7 +158,7 @@ FIELDS: Fields = {
     "store": boolean.said(
         "Whether the response is kept for a later one. Default true, where there is Redis."
     ),
-    "max_output_tokens": integer(POSITIVE).said("Tokens to generate at most, reasoning included."),
+    "max_output_tokens": integer(OUTPUT_TOKENS).said("Tokens to generate at most, reasoning included."),
     "tools": items.then(_any, items=_TOOL, maxItems=MAX_TOOLS).said(
         "Functions that the model may call. With `strict`, their arguments always follow their schema. Default false."
     ),

@@ -34,6 +34,12 @@ from blockyard.router.sealed_records import RecordName, SealedRecords
 KIND = "response"
 DEFAULT_PAGE = 20
 MAX_PAGE = 100
+PAGE_QUERY: Mapping[str, Mapping[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+"""Parameters of a page, as JSON schemas."""
 MAX_REFERRED = 32
 """Stored responses that are read for the references of one input. One has the whole conversation before it."""
 
