@@ -86,10 +86,10 @@ faults: install
 soak: install
 	$(BIN)/python -m tests.nightly.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
-# Guided by coverage, one target after another; inputs that reach new code stay in tests/unit/hostile/corpus.
+# Guided by coverage, one target after another; inputs that reach new code stay in tests/nightly/hostile/corpus.
 fuzz: install
 	for target in body head message session; do \
-		$(BIN)/python -m tests.unit.hostile.coverage_fuzz $$target --minutes $(MINUTES) --keep || exit 1; \
+		$(BIN)/python -m tests.nightly.hostile.coverage_fuzz $$target --minutes $(MINUTES) --keep || exit 1; \
 	done
 
 check: install .typing/blockyard

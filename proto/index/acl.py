@@ -2,7 +2,7 @@
 records, workers write their part of the index.
 
 Owns the rules. Does not own the scripts that need them (lua/). Each command here is sent or called from a script, and
-each command that is sent is here: tests/unit/security/test_redis_roles.py tries every command of Redis.
+each command that is sent is here: tests/nightly/security/test_redis_roles.py tries every command of Redis.
 
 Routers read what clients send, so they may not load scripts. Workers may: a restarted Redis has no scripts, and no
 other process could load them again. A script may do no more than its caller. But the interpreter has had defects

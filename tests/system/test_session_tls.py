@@ -13,8 +13,10 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.client import AsyncClient
 
+from tests.system.load import until_ready
+from tests.system.processes import SECRET, SIMULATED, processes
+from tests.unit.router.rig import until
 from tests.unit.security.certificates import Authority, unchecked
-from tests.unit.security.rig import CLUSTER_SECRET, SIMULATED, processes, until, until_ready
 
 
 def session(authority: Authority, name: str = "session", **facts: bool) -> SessionTls:
@@ -45,7 +47,7 @@ async def test_a_cluster_proves_its_secret_by_tls_that_nobody_has_to_set_up(tmp_
         worker = cluster.add_worker("worker-0", *SIMULATED)
         good = cluster.add_router("good", workers=(worker.address,))
         other = cluster.add_router("other", workers=(worker.address,))
-        other.environment["BLOCKYARD_CLUSTER_SECRET"] = "the-secret-of-another-cluster"
+        other.environment["BLOCKYARD_SECRET"] = "the-secret-of-another-cluster"
         cluster.start(worker, good, other)
         async with AsyncClient(good.address) as client:
             await until_ready(client, "worker-0", seconds=60.0)
@@ -57,7 +59,7 @@ async def test_a_cluster_proves_its_secret_by_tls_that_nobody_has_to_set_up(tmp_
                 return "the cluster secret" in known.state_reason
 
             await until(was_refused, seconds=30)
-        assert await answer(worker.address, secret=CLUSTER_SECRET) is grpc.StatusCode.OK
+        assert await answer(worker.address, secret=SECRET) is grpc.StatusCode.OK
         for secret in ("", "guess"):
             assert await answer(worker.address, secret=secret) is grpc.StatusCode.UNAVAILABLE
 
@@ -72,16 +74,14 @@ async def test_a_false_worker_learns_nothing_but_that_somebody_called() -> None:
 
     async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        async with session_channels(None, secret=CLUSTER_SECRET, cluster="default")(
-            f"{host}:{port}"
-        ) as channel:
+        async with session_channels(None, secret=SECRET, cluster="default")(f"{host}:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await EngineServiceStub(channel).GetBlockPool(
                     cluster_pb2.GetBlockPoolRequest(worker_id="a-prompt"), timeout=2
                 )
     tls_handshake = 0x16
     assert heard[0] == tls_handshake
-    assert not any(word in heard for word in (CLUSTER_SECRET.encode(), b"a-prompt", b"EngineService"))
+    assert not any(word in heard for word in (SECRET.encode(), b"a-prompt", b"EngineService"))
 
 
 async def test_a_cluster_serves_over_tls_and_only_its_own_certificates_reach_a_worker(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_a_cluster_serves_over_tls_and_only_its_own_certificates_reach_a_w
                 assert (await client.cluster_info()).workers_ready == 0
         assert await answer(worker.address, tls) is grpc.StatusCode.OK
         assert await answer(worker.address) is grpc.StatusCode.UNAVAILABLE
-        assert await answer(worker.address, secret=CLUSTER_SECRET) is grpc.StatusCode.UNAVAILABLE
+        assert await answer(worker.address, secret=SECRET) is grpc.StatusCode.UNAVAILABLE
         expired = session(ours, "expired", has_expired=True)
         with pytest.raises(ValueError, match=r"expired\.pem has expired on"):
             session_channels(expired, secret="", cluster="default")

@@ -10,10 +10,9 @@ from blockyard.proto.metrics import prometheus as prometheus_export
 from blockyard.proto.metrics.prometheus import MAX_SCRAPES, metrics_endpoint
 from blockyard.proto.metrics.readings import Source
 
-from tests.unit.hostile.rig import until
+from .rig import until
 
 
-@pytest.mark.ci
 def test_silent_connections_are_few_and_end_and_then_it_is_scraped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,8 @@ from blockyard.router.tokenizing.service import (
 )
 
 from tests.pauses import free_loop
-from tests.unit.hostile.rig import CANARY, MODEL
+
+from .rig import CANARY, MODEL
 
 CHAT = ChatPrompt([ChatMessage("user", CANARY)])
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -33,7 +34,6 @@ def model_with(template: str, folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("template", "error"),
     [

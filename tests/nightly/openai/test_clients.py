@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,34 +13,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.system.processes import DETERMINISTIC, processes
-from tests.unit.openai.agent_model import write_agent_model
-from tests.unit.openai.ai_sdk_bodies import BODIES, TEXTS, THOUGHTS, named
-from tests.unit.openai.clients import SCORED
 from tests.unit.openai.rig import MODEL
+
+from .agent_model import write_agent_model
+from .ai_sdk_bodies import BODIES, TEXTS, THOUGHTS, named
+from .clients import SCORED
+from .rig import served
 
 PYTHON = os.environ.get("BLOCKYARD_CLIENTS", "")
 """The interpreter of that environment."""
 PROGRAM = Path(__file__).parent / "clients.py"
 AI_SDK = Path(__file__).parent / "ai_sdk.mjs"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON, reason="`make test-clients` installs the clients and sets BLOCKYARD_CLIENTS"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="`make test-clients` installs the clients and sets BLOCKYARD_CLIENTS"
+)
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes(tmp_path_factory.mktemp("clients"), with_redis=True) as running:
-        worker = running.add_worker("w0", *DETERMINISTIC)
-        router = running.add_router("r0", "--http-port", "0", workers=[worker.address])
-        running.start(worker, router)
-        found = re.search(r"http://\S+/v1", router.log_text())
-        assert found
-        yield found[0]
+    with served(tmp_path_factory.mktemp("clients"), with_redis=True) as found:
+        yield f"{found}/v1"
 
 
 def said(client: str, url: str, folder: Path) -> str:
@@ -87,14 +79,9 @@ def agent_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("agent")
     model = folder / "model"
     write_agent_model(model)
-    with processes(folder, with_redis=True) as running:
-        options = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(256 * 2**20))
-        worker = running.add_worker("w0", *options, model=model)
-        router = running.add_router("r0", "--http-port", "0", workers=[worker.address], model=model)
-        running.start(worker, router)
-        found = re.search(r"http://\S+/v1", router.log_text())
-        assert found
-        yield found[0]
+    options = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(256 * 2**20))
+    with served(folder, worker=options, with_redis=True, model=model) as found:
+        yield f"{found}/v1"
 
 
 @pytest.mark.parametrize("mode", BODIES)

@@ -20,6 +20,8 @@ from openai import AsyncOpenAI
 from tests.system.load import until_ready
 from tests.system.processes import SIMULATED, Process, Processes, processes
 
+from .rig import gateway_of
+
 BLOCK_SIZE = 16
 LATE = re.compile(
     r"^blockyard_(?:answer_store_failures|index_failed_lookups|index_skipped_lookups)\S* (\S+)$", re.MULTILINE
@@ -76,12 +78,6 @@ class Talk:
         self.seed += 1
 
 
-def gateway_of(router: Process) -> str:
-    found = re.search(r"(http://\S+)/v1", router.log_text())
-    assert found
-    return found[1]
-
-
 async def num_late(cluster: Processes) -> float:
     """Return how often Redis was not there in time for the routers. Their readings are at most a second old."""
     await asyncio.sleep(1.5)
@@ -122,7 +118,6 @@ async def all_ready(cluster: Processes, *workers: str) -> None:
             await until_ready(client, *workers)
 
 
-@pytest.mark.ci
 async def test_every_full_block_of_an_answer_is_found_again(cluster: Processes) -> None:
     await all_ready(cluster, "w0", "w1")
     one, other = cluster.routers.values()
@@ -140,7 +135,6 @@ async def test_every_full_block_of_an_answer_is_found_again(cluster: Processes) 
         (await plain.over_http(one)).check_reused_by(await plain.over_grpc(one))
 
 
-@pytest.mark.ci
 async def test_an_answer_that_moved_in_the_middle_is_found_again(cluster: Processes) -> None:
     """The first worker is drained while it generates. The other one fetches its blocks and continues."""
     await all_ready(cluster, "w0", "w1")
@@ -172,7 +166,6 @@ async def answer_that_moves(cluster: Processes, talk: Talk) -> None:
             await client.resume_worker(home)
 
 
-@pytest.mark.ci
 async def test_after_the_loss_of_a_worker_the_same_tokens_are_computed_once_more(cluster: Processes) -> None:
     """No worker has the blocks then. The second turn computes them, and the third finds all of them."""
     await all_ready(cluster, "w0", "w1")

@@ -9,10 +9,10 @@ import pytest
 from openai import OpenAI
 
 from tests.system.harness import Command, remembered_state
-from tests.unit.openai.test_document import BLOCKS
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
-SHOWN = shlex.split(next(block for _, block in BLOCKS if block.startswith("blockyard up")))
+GUIDE = Path(__file__).parents[3] / "docs/gateway.md"
+(LINE,) = re.findall(r"^```bash\n(blockyard up .*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+SHOWN = shlex.split(LINE)
 
 
 def test_up_serves_openais_api_and_a_restart_keeps_its_address(tmp_path: Path) -> None:

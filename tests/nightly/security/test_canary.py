@@ -27,11 +27,12 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from redis import Redis
 
+from tests.system.load import until_ready
+from tests.system.processes import SECRET, SIMULATED, Processes, processes
+from tests.unit.router.rig import MODEL
 from tests.unit.security.conftest import Tokens
 from tests.unit.security.methods import all_methods, message_class
-from tests.unit.security.rig import CLUSTER_SECRET, MODEL, SIMULATED, Processes, processes, until_ready
 
-pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 CANARY = "kanarienvogel7Zq9"
 SENTENCE = f"The {CANARY} sings. " * 6
 """More than two blocks of tokens."""
@@ -303,7 +304,7 @@ async def test_what_clients_say_is_found_nowhere(cluster: Talkative, tokens: Tok
 def test_the_clusters_secrets_are_found_nowhere(cluster: Talkative, tokens: Tokens) -> None:
     cluster.look_around()
     digests = (entry["token_sha256"] for entry in tokens.entries)
-    for secret in chain((CLUSTER_SECRET,), tokens.of.values(), digests):
+    for secret in chain((SECRET,), tokens.of.values(), digests):
         assert cluster.where(secret.encode()) == []
     for process in (*cluster.processes.workers.values(), *cluster.processes.routers.values()):
-        assert not any(CLUSTER_SECRET in word for word in process.command), "anybody may read it there"
+        assert not any(SECRET in word for word in process.command), "anybody may read it there"

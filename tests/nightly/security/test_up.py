@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
 from blockyard.proto.security.peer_sockets import SESSION_NAME
 
+from tests.system.harness import UP, Command, remembered_state
 from tests.unit.security.certificates import Authority
 from tests.unit.security.conftest import Tokens
-from tests.unit.security.rig import UP, Command, remembered_state
-
-pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 
 def test_a_secured_cluster_serves_who_may_and_nobody_else(tmp_path: Path, tokens: Tokens) -> None:

@@ -28,7 +28,7 @@ from blockyard.worker.model.config import resolve_model
 from blockyard.worker.startup.loading import load_engine
 from safetensors.torch import load_file, save_file
 
-from .rig import MODEL
+from tests.unit.router.rig import MODEL
 
 SHARD = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -174,7 +174,6 @@ def test_a_spoilt_checkpoint_is_refused_by_name(folder: Path, spoil: Spoil, name
     assert not (folder / "it-ran").exists()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [(with_header(b"{}", length=2 * 2**30), SHARD), (with_pickle("model.bin"), "pickled weights")],
@@ -214,13 +213,11 @@ def test_a_spoilt_tokenizer_is_refused_by_folder(folder: Path, spoil: Spoil) -> 
         read_facts(folder, names=("x",), tokenizer=load_tokenizer(folder))
 
 
-@pytest.mark.ci
 def test_a_router_of_a_spoilt_folder_exits_1(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     assert_refused(start("blockyard.router", folder), str(folder))
 
 
-@pytest.mark.ci
 def test_code_beside_a_tokenizer_never_runs(folder: Path) -> None:
     """The library chooses whether it is refused, or served by the plain tokenizer in the same folder."""
     with_code_for_tokenizer(folder)
@@ -276,7 +273,6 @@ def test_a_folder_of_many_files_is_refused(folder: Path, monkeypatch: pytest.Mon
         resolve_model(str(folder))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("module", ["blockyard.worker", "blockyard.router"])
 def test_a_start_on_a_fifo_ends_with_a_sentence(folder: Path, module: str) -> None:
     (folder / "config.json").unlink()

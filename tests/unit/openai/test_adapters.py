@@ -34,11 +34,15 @@ from .rig import (
     FakeWorker,
     Gateway,
     Script,
+    answers,
+    ended,
+    jsonl,
+    line,
     running_gateway,
+    started,
     until,
     worker_of_model,
 )
-from .test_batches import answers, ended, jsonl, line, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "def f(x):\n" * 8

@@ -12,8 +12,7 @@ from blockyard.router.openai.batches import handlers, runner, store, upload
 from blockyard.router.openai.batches.records import BatchRecord, Owner, Query
 from openai import AsyncOpenAI
 
-from .rig import CHAT, Gateway, running_gateway, until
-from .test_batches import ended, jsonl, line, started, uploaded
+from .rig import CHAT, Gateway, ended, jsonl, line, running_gateway, started, until, uploaded
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -176,7 +175,6 @@ async def test_an_upload_whose_client_goes_at_its_end_leaves_no_file_without_a_r
         assert (await client.files.content(record.id)).content == b"{}\n"
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_web_page_may_not_upload(batching: Gateway) -> None:
     answer = await batching.post(

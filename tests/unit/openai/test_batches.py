@@ -15,61 +15,24 @@ from blockyard.router.openai.batches.records import BatchRecord
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
-from openai.types import Batch, FileObject
 
 from .rig import (
     CHAT,
     COMPLETIONS,
-    HELLO,
     Gateway,
     Script,
     Tokens,
+    answers,
+    ended,
+    jsonl,
+    line,
     running_gateway,
     served_by,
+    started,
     until,
+    uploaded,
     worker_of_model,
 )
-
-ENDED = {"completed", "failed", "expired", "cancelled"}
-
-
-def line(custom_id: str, *, url: str = CHAT, **fields: Any) -> dict[str, Any]:
-    given = {"messages": HELLO} if url == CHAT else {"prompt": "def f("}
-    body = {"model": "demo", "max_tokens": 3, **given, **fields}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-
-
-def jsonl(*lines: Any) -> bytes:
-    return b"".join(one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in lines)
-
-
-async def uploaded(client: AsyncOpenAI, content: bytes) -> FileObject:
-    return await client.files.create(file=("in.jsonl", content), purpose="batch")
-
-
-async def started(client: AsyncOpenAI, content: bytes, endpoint: Any = CHAT, **more: Any) -> Batch:
-    source = await uploaded(client, content)
-    return await client.batches.create(
-        input_file_id=source.id, endpoint=endpoint, completion_window="24h", **more
-    )
-
-
-async def ended(client: AsyncOpenAI, batch: Batch) -> Batch:
-    async with asyncio.timeout(150):
-        while True:
-            batch = await client.batches.retrieve(batch.id)
-            if batch.status in ENDED:
-                return batch
-            await asyncio.sleep(0.02)
-
-
-async def answers(client: AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
-    assert file_id is not None
-    text = (await client.files.content(file_id)).text
-    found = [json.loads(one) for one in text.splitlines()]
-    by_id = {one["custom_id"]: one for one in found}
-    assert len(by_id) == len(found), "each once"
-    return by_id
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
@@ -192,7 +155,6 @@ async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
     assert (await batch_client.files.delete(source)).deleted
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +181,6 @@ async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
     assert len(await answers(batch_client, done.output_file_id)) == 2
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
@@ -339,7 +300,6 @@ async def test_a_tenant_finds_only_its_own(tokens: Tokens, tmp_path: Path) -> No
                 )
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_of_two_routers_of_a_folder_one_runs_the_batches_and_both_answer(tmp_path: Path) -> None:
     async with (

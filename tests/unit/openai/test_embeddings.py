@@ -26,15 +26,17 @@ from openai import AsyncOpenAI
 from tests.unit.router.fake_worker import expected_embedding
 from tests.unit.router.rig import fields_of, reason_of, refused
 
-from .embedding_rig import EMBEDDINGS, SIZE, running_embedder
 from .rig import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     HELLO,
     MODEL,
+    SIZE,
     FakeWorker,
     Gateway,
     Script,
+    running_embedder,
     running_gateway,
     until,
     worker_of_model,

@@ -154,7 +154,6 @@ async def test_without_a_worker_there_is_503() -> None:
             assert answer.headers["x-should-retry"] == "true"
 
 
-@pytest.mark.ci
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 async def test_an_ipv6_address_is_in_brackets_as_for_grpc() -> None:
     async with running_gateway(host="[::1]") as gateway:
@@ -162,7 +161,6 @@ async def test_an_ipv6_address_is_in_brackets_as_for_grpc() -> None:
         assert (await gateway.get("/v1/models")).status == 200
 
 
-@pytest.mark.ci
 async def test_a_router_that_is_told_to_end_finishes_every_stream_and_says_so_to_new_ones() -> None:
     async with worker_of_model("a", script=endless) as worker:
         process = await asyncio.create_subprocess_exec(

@@ -98,7 +98,6 @@ async def post_from(gateway: Gateway, address: str, body: dict[str, Any]) -> int
         writer.close()
 
 
-@pytest.mark.ci
 async def test_without_an_auth_file_one_address_cannot_take_all_of_a_limit() -> None:
     async with before_a_slow_worker(max_requests=16) as (gateway, _), asyncio.TaskGroup() as tasks:
         flood = [

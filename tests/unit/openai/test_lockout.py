@@ -23,8 +23,22 @@ from blockyard.router.openai.batches.room import LimitPassed
 from blockyard.router.openai.batches.store import Store, TenantStore
 from blockyard.router.sealed_records import CALLS_OF_A_TENANT, RecordName, SealedRecords
 
-from .rig import CHAT, Answer, Gateway, Tokens, running_gateway, served_by, until, worker_of_model
-from .test_batches import answers, ended, jsonl, line, started, uploaded
+from .rig import (
+    CHAT,
+    Answer,
+    Gateway,
+    Tokens,
+    answers,
+    ended,
+    jsonl,
+    line,
+    running_gateway,
+    served_by,
+    started,
+    until,
+    uploaded,
+    worker_of_model,
+)
 
 
 @pytest.fixture

@@ -11,44 +11,41 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from anthropic.types import RawMessageStreamEvent
 from blockyard.proto.text import load_tokenizer
-from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
 from pydantic import TypeAdapter
 
 from .rig import (
+    ARGUMENTS,
+    CALL,
+    CLAUDES_ADD,
+    CLAUDES_WEATHER,
+    HELLO,
     MODEL,
+    TEMPLATE,
+    TEXT,
+    TOOL_RESULT,
+    TOOL_USE,
     FakeWorker,
     Gateway,
     Script,
     Tokens,
     expected_text,
+    prompt_of,
     running_gateway,
+    says,
+    turns,
     until,
     worker_of_model,
 )
-from .test_tools import ARGUMENTS, CALL, TEMPLATE, prompt_of, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-HELLO: Any = [{"role": "user", "content": "hello"}]
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: dict[str, Any] = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
-ADD: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}
 ASKED: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 64}
-CALLED = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}}
-FORMAT = AnswerFormat(
-    tools=HERMES, reasoning=THINK, variables=frozenset({"enable_thinking", "reasoning_effort"})
-)
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def claude(gateway: Gateway) -> AsyncIterator[AsyncAnthropic]:
-    async with client_of(gateway) as made:
+    async with gateway.claude() as made:
         yield made
 
 
@@ -57,11 +54,6 @@ async def thinking() -> AsyncIterator[Gateway]:
     """A gateway whose chat template begins the reasoning."""
     async with running_gateway(chat_template=TEMPLATE) as running:
         yield running
-
-
-def client_of(gateway: Gateway, **options: Any) -> AsyncAnthropic:
-    settings = {"base_url": f"http://{gateway.address}", "api_key": "none", "max_retries": 0, "timeout": 20.0}
-    return AsyncAnthropic(**{**settings, **options})
 
 
 async def both(client: AsyncAnthropic, **asked: Any) -> anthropic.types.Message:
@@ -104,15 +96,19 @@ async def test_an_answer_has_text_and_usage(claude: AsyncAnthropic, worker: Fake
     assert (answer.usage.output_tokens, answer.usage.cache_read_input_tokens) == (16, 32)
     count = await claude.messages.count_tokens(model="demo", messages=HELLO, system="Be brief.")
     assert answer.usage.input_tokens + 32 == count.input_tokens
+    beta = await claude.beta.messages.count_tokens(model="demo", messages=HELLO, system="Be brief.")
+    assert beta.input_tokens == count.input_tokens
     assert worker.submits[-1].sampling.temperature == 0.5
     assert "Be brief." in prompt_of(worker)
 
 
 async def test_each_event_is_one_of_anthropics_types(gateway: Gateway, worker: FakeWorker) -> None:
     says(worker, f"I look.\n{CALL}\n{CALL}")
-    answer = await gateway.post({**ASKED, "tools": [WEATHER], "stream": True}, "/v1/messages")
+    answer = await gateway.post({**ASKED, "tools": [CLAUDES_WEATHER], "stream": True}, "/v1/messages")
     events = []
-    for block in (await body_of(gateway, {**ASKED, "tools": [WEATHER], "stream": True})).split("\n\n")[:-1]:
+    for block in (await body_of(gateway, {**ASKED, "tools": [CLAUDES_WEATHER], "stream": True})).split(
+        "\n\n"
+    )[:-1]:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
@@ -145,7 +141,7 @@ async def test_calls_become_blocks_and_the_reason_is_tool_use(
     claude: AsyncAnthropic, worker: FakeWorker
 ) -> None:
     says(worker, f"I look.\n{CALL}\n{CALL}")
-    answer = await both(claude, **ASKED, tools=[WEATHER, ADD])
+    answer = await both(claude, **ASKED, tools=[CLAUDES_WEATHER, CLAUDES_ADD])
     text, *calls = answer.content
     assert (text.type, text.text) == ("text", "I look.")  # type: ignore[union-attr]
     assert [(call.name, call.input) for call in calls] == [  # type: ignore[union-attr]
@@ -160,16 +156,8 @@ async def test_input_that_max_tokens_cuts_is_empty_in_a_whole_answer(
 ) -> None:
     says(worker, CALL[:58], is_cut=True)
     length = len(load_tokenizer(MODEL).encode(CALL[:58], add_special_tokens=False))
-    answer = await claude.messages.create(**{**ASKED, "max_tokens": length}, tools=[WEATHER])
+    answer = await claude.messages.create(**{**ASKED, "max_tokens": length}, tools=[CLAUDES_WEATHER])
     assert (answer.stop_reason, answer.content[0].input) == ("max_tokens", {})  # type: ignore[union-attr]
-
-
-async def test_the_beta_client_gets_the_same(claude: AsyncAnthropic, worker: FakeWorker) -> None:
-    asked: Any = {**ASKED, "max_tokens": 8, "extra_body": {"seed": 3}}
-    answer = await claude.beta.messages.create(**asked, betas=["interleaved-thinking-2025-05-14"])
-    assert answer.content[0].text == expected_text(3, 8)  # type: ignore[union-attr]
-    count = await claude.beta.messages.count_tokens(model="demo", messages=HELLO)
-    assert answer.usage.input_tokens + 32 == count.input_tokens
 
 
 async def test_a_stop_sequence_is_named(claude: AsyncAnthropic, worker: FakeWorker) -> None:
@@ -181,7 +169,7 @@ async def test_a_stop_sequence_is_named(claude: AsyncAnthropic, worker: FakeWork
 
 
 async def test_thinking_is_a_block_with_a_signature_and_comes_back(thinking: Gateway) -> None:
-    async with thinking.router.workers(worker_of_model("a")) as (worker,), client_of(thinking) as client:
+    async with thinking.router.workers(worker_of_model("a")) as (worker,), thinking.claude() as client:
         says(worker, "Hm.</think>\nYes.")
         asked = {**ASKED, "max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
         answer = await both(client, **asked)
@@ -189,47 +177,23 @@ async def test_thinking_is_a_block_with_a_signature_and_comes_back(thinking: Gat
         assert (answer.content[0].thinking, answer.content[0].signature) == ("Hm.", "unsigned")  # type: ignore[union-attr]
         assert answer.stop_reason == "end_turn"
         says(worker, "Yes.")
-        turns = [*HELLO, {"role": "assistant", "content": answer.content}, *HELLO]
-        await client.messages.create(**{**asked, "messages": turns, "thinking": {"type": "disabled"}})
+        talk = [*HELLO, {"role": "assistant", "content": answer.content}, *HELLO]
+        await client.messages.create(**{**asked, "messages": talk, "thinking": {"type": "disabled"}})
         assert "<think>Hm.</think>Yes.<|im_end|>" in prompt_of(worker)
         assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
 
 
-def user(*blocks: Any) -> dict[str, Any]:
+def from_user(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
-
-
-def turns(*contents: Any) -> dict[str, Any]:
-    """Messages of user and assistant by turns."""
-    return {
-        "messages": [
-            {"role": ("user", "assistant")[number % 2], "content": content}
-            for number, content in enumerate(contents)
-        ]
-    }
-
-
-RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
-TEXT = {"type": "text", "text": "x"}
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_tokens": None}, "max_tokens: Field required"),
-        ({"max_tokens": 0}, "max_tokens: must be an integer"),
         ({"messages": None}, "messages: Field required"),
-        ({"messages": []}, "messages: at least one message is required"),
         ({"n": 2}, "n: Extra inputs are not permitted"),
-        ({"two words": 2}, "(a field): Extra inputs are not permitted"),
-        ({"temperature": -1}, "temperature: must be"),
-        ({"stop_sequences": "x"}, "stop_sequences: must be a list"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences: at most 16"),
-        ({"stop_sequences": [""]}, "stop_sequences: "),
-        ({"metadata": "x"}, "metadata: must be an object"),
-        ({"container": "x"}, "container: is not supported"),
         ({"thread": {"type": "create"}}, "thread: is not supported"),
-        ({"mcp_servers": [{}]}, "mcp_servers: is not supported"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
         (
             {"messages": [{"role": "king", "content": "x"}]},
@@ -239,55 +203,65 @@ TEXT = {"type": "text", "text": "x"}
         (turns(""), "messages.0: user messages must have non-empty content"),
         (turns("x", "y "), "messages: final assistant content cannot end with trailing whitespace"),
         (turns("\ud800"), "messages.0.content: must be valid Unicode"),
-        (user({"text": "x"}), "messages.0.content.0.type: Field required"),
-        (user({"type": "text"}), "messages.0.content.0.text: Field required"),
-        (user({**TEXT, "text": ""}), "messages.0.content.0.text: text content blocks must be non-empty"),
+        (from_user({"text": "x"}), "messages.0.content.0.type: Field required"),
+        (from_user({"type": "text"}), "messages.0.content.0.text: Field required"),
+        (from_user({**TEXT, "text": ""}), "messages.0.content.0.text: text content blocks must be non-empty"),
         ({"messages": [{"role": "assistant", "content": []}]}, "messages: needs a message of another role"),
-        (user({**TEXT, "bold": True}), "messages.0.content.0.bold: Extra inputs are not permitted"),
-        (user({"type": "image", "source": {}}), "messages.0.content.0.image: is not supported"),
-        (user({"type": "document"}), "messages.0.content.0.document: is not supported"),
-        (user({"type": "poem"}), "messages.0.content.0.type: must be one that user messages may have"),
-        (user(CALLED), "messages.0.content.0.type: must be one that user messages may have"),
+        (from_user({**TEXT, "bold": True}), "messages.0.content.0.bold: Extra inputs are not permitted"),
+        (from_user({"type": "image", "source": {}}), "messages.0.content.0.image: is not supported"),
+        (from_user({"type": "document"}), "messages.0.content.0.document: is not supported"),
+        (from_user({"type": "poem"}), "messages.0.content.0.type: must be one that user messages may have"),
+        (from_user(TOOL_USE), "messages.0.content.0.type: must be one that user messages may have"),
         (
             turns("x", [{"type": "redacted_thinking", "data": "x"}]),
             "messages.1.content.0: redacted_thinking is not",
         ),
-        (turns("x", [{**CALLED, "input": "x"}], [RESULT]), "messages.1.content.0.input: must be an object"),
-        (turns("x", [{**CALLED, "name": "a b"}], [RESULT]), "messages.1.content.0.name: must have 1 to 64"),
-        (turns("x", [CALLED]), "messages.1: `tool_use` ids were found without `tool_result` blocks"),
-        (turns("x", [CALLED], "y"), "messages.1: `tool_use` ids were found without `tool_result` blocks"),
         (
-            turns("x", [CALLED], [TEXT, RESULT]),
+            turns("x", [{**TOOL_USE, "input": "x"}], [TOOL_RESULT]),
+            "messages.1.content.0.input: must be an object",
+        ),
+        (
+            turns("x", [{**TOOL_USE, "name": "a b"}], [TOOL_RESULT]),
+            "messages.1.content.0.name: must have 1 to 64",
+        ),
+        (turns("x", [TOOL_USE]), "messages.1: `tool_use` ids were found without `tool_result` blocks"),
+        (turns("x", [TOOL_USE], "y"), "messages.1: `tool_use` ids were found without `tool_result` blocks"),
+        (
+            turns("x", [TOOL_USE], [TEXT, TOOL_RESULT]),
             "messages.2.content.1: `tool_result` blocks must come before text",
         ),
-        (turns([RESULT]), "messages.0.content.0: unexpected `tool_use_id` found in `tool_result` blocks."),
-        (turns("x", [CALLED], [RESULT, RESULT]), "messages.2.content.1: unexpected `tool_use_id` found"),
         (
-            turns("x", [CALLED], [{**RESULT, "content": [{"type": "image"}]}]),
+            turns([TOOL_RESULT]),
+            "messages.0.content.0: unexpected `tool_use_id` found in `tool_result` blocks.",
+        ),
+        (
+            turns("x", [TOOL_USE], [TOOL_RESULT, TOOL_RESULT]),
+            "messages.2.content.1: unexpected `tool_use_id` found",
+        ),
+        (
+            turns("x", [TOOL_USE], [{**TOOL_RESULT, "content": [{"type": "image"}]}]),
             "messages.2.content.0.content.0.image: is not supported",
         ),
         ({"system": [{"type": "image"}]}, "system.0.image: is not supported"),
-        ({"system": 7}, "system: must be a list"),
         (
             {"tools": [{"type": "web_search_20260209", "name": "web_search"}]},
             "tools.0.type: only custom tools",
         ),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required"),
-        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools.0.name: must have 1 to 64"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading: is not supported"),
-        ({"tools": [WEATHER, WEATHER]}, "tools: each must have another name"),
-        ({"tools": [WEATHER] * 129}, "tools: at most 128"),
+        ({"tools": [{**CLAUDES_WEATHER, "name": "a b"}]}, "tools.0.name: must have 1 to 64"),
+        ({"tools": [{**CLAUDES_WEATHER, "defer_loading": True}]}, "tools.0.defer_loading: is not supported"),
+        ({"tools": [CLAUDES_WEATHER, CLAUDES_WEATHER]}, "tools: each must have another name"),
+        ({"tools": [CLAUDES_WEATHER] * 129}, "tools: at most 128"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: may only be specified while providing `tools`"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name: Field required"),
+        ({"tools": [CLAUDES_WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name: Field required"),
         (
-            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}},
+            {"tools": [CLAUDES_WEATHER], "tool_choice": {"type": "tool", "name": "f"}},
             "tool_choice.name: must be the name",
         ),
         (
-            {"tools": [WEATHER], "tool_choice": {"type": "all"}},
+            {"tools": [CLAUDES_WEATHER], "tool_choice": {"type": "all"}},
             "tool_choice.type: must be auto, any, tool or none",
         ),
-        ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice: must be an object"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Field required"),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 9}},
@@ -304,7 +278,10 @@ TEXT = {"type": "text", "text": "x"}
             {"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}},
             "regex: excludes output_config.format",
         ),
-        ({"regex": "a", "tools": [{**WEATHER, "strict": True}]}, "tools: excludes a structured output"),
+        (
+            {"regex": "a", "tools": [{**CLAUDES_WEATHER, "strict": True}]},
+            "tools: excludes a structured output",
+        ),
     ],
 )
 async def test_bad_input_is_refused_under_anthropics_names(
@@ -321,7 +298,7 @@ async def test_bad_input_is_refused_under_anthropics_names(
 
 
 async def test_count_tokens_takes_what_makes_the_prompt_alone(gateway: Gateway, worker: FakeWorker) -> None:
-    asked = {"model": "demo", "messages": HELLO, "tools": [WEATHER], "thinking": {"type": "adaptive"}}
+    asked = {"model": "demo", "messages": HELLO, "tools": [CLAUDES_WEATHER], "thinking": {"type": "adaptive"}}
     answer = await gateway.post(asked, "/v1/messages/count_tokens?beta=true")
     assert json.loads(answer.body).keys() == {"input_tokens"}
     refused = await gateway.post({**asked, "max_tokens": 5}, "/v1/messages/count_tokens")
@@ -373,7 +350,7 @@ async def test_a_prompt_that_is_too_long_is_told_as_clients_look_for_it(
 
 async def test_a_failure_within_a_stream_is_an_error_event(gateway: Gateway) -> None:
     dying = worker_of_model("a", script=lambda submit: Script(fail_after=4))
-    async with gateway.router.workers(dying), client_of(gateway) as client:
+    async with gateway.router.workers(dying), gateway.claude() as client:
         with pytest.raises(anthropic.APIStatusError) as caught:
             async with client.messages.stream(**ASKED) as stream:
                 await stream.get_final_message()
@@ -401,7 +378,7 @@ async def test_a_token_may_be_the_api_key(tokens: Tokens) -> None:
         forbidden = await guarded.post(ASKED, "/v1/messages", x_api_key=tokens.of["vic"])
         assert (forbidden.status, json.loads(forbidden.body)["error"]["type"]) == (403, "permission_error")
         for options in ({"api_key": tokens.of["ann"]}, {"api_key": None, "auth_token": tokens.of["ann"]}):
-            async with client_of(guarded, **options) as client:
+            async with guarded.claude(**options) as client:
                 assert (await client.messages.count_tokens(model="demo", messages=HELLO)).input_tokens
 
 
@@ -442,11 +419,11 @@ async def test_a_request_like_claude_codes_is_accepted(gateway: Gateway, worker:
                     {"type": "text", "text": "How is the weather?", **cached},
                 ],
             },
-            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, {**CALLED, **cached}]},
-            {"role": "user", "content": [{**RESULT, "is_error": False, **cached}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, {**TOOL_USE, **cached}]},
+            {"role": "user", "content": [{**TOOL_RESULT, "is_error": False, **cached}]},
             {"role": "system", "content": "The user is away."},
         ],
-        "tools": [{**WEATHER, "eager_input_streaming": True, **cached}],
+        "tools": [{**CLAUDES_WEATHER, "eager_input_streaming": True, **cached}],
         "metadata": {"user_id": "user_1_account_2_session_3"},
         "thinking": {"type": "adaptive", "budget_tokens": 0},
         "output_config": {"effort": "high"},

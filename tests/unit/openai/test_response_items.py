@@ -19,8 +19,7 @@ from blockyard.router.sealed_records import KeptRecords, RecordName, TextSeal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .test_responses import EVENT, told
-from .test_tools import CALL
+from .rig import CALL, EVENT, told
 
 FORMAT = AnswerFormat(tools=HERMES, reasoning=THINK)
 ALONE = Surroundings(response_id="resp_" + "0" * 48)

@@ -5,85 +5,30 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from openai.types.responses import Response
 
-from .rig import FakeWorker, Gateway, Script, running_gateway, served_by, worker_of_model
-from .test_tools import ARGUMENTS, CALL, TEMPLATE, prompt_of, says
+from .rig import (
+    ARGUMENTS,
+    CALL,
+    FLAT_WEATHER,
+    RESPONSES,
+    TEMPLATE,
+    FakeWorker,
+    Gateway,
+    Script,
+    events_of,
+    prompt_of,
+    running_gateway,
+    says,
+    served_by,
+    told,
+    worker_of_model,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-RESPONSES = "/v1/responses"
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "strict": False,
-}
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-async def events_of(gateway: Gateway, **asked: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, each of which is what OpenAI's types say."""
-    body = {"model": "demo", "input": "hello", **asked, "stream": True}
-    found = []
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"http://{gateway.address}{RESPONSES}", json=body) as answer,
-    ):
-        assert answer.status == 200, await answer.text()
-        for block in (await answer.text()).removesuffix("\n\n").split("\n\n"):
-            name, data = block.split("\n")
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            EVENT.validate_python(event, strict=True)
-            found.append(event)
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
-
-
-def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the output that the events of a stream add up to, item by item."""
-    output: list[dict[str, Any]] = []
-    for event in events:
-        match event["type"].removeprefix("response."):
-            case "output_item.added":
-                assert event["output_index"] == len(output)
-                output.append({**event["item"], "text": "", "summed_up": ""})
-            case "content_part.added" | "reasoning_summary_part.added":
-                assert event["part"]["text"] == ""
-            case "reasoning_summary_text.delta":
-                assert event["item_id"] == output[event["output_index"]]["id"]
-                output[event["output_index"]]["summed_up"] += event["delta"]
-            case "reasoning_summary_text.done":
-                assert event["text"] == output[event["output_index"]]["summed_up"]
-            case "reasoning_summary_part.done":
-                assert event["part"]["text"] == output[event["output_index"]]["summed_up"]
-            case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
-                assert event["item_id"] == output[event["output_index"]]["id"]
-                output[event["output_index"]]["text"] += event["delta"]
-            case "output_text.done" | "reasoning_text.done":
-                assert event["text"] == output[event["output_index"]]["text"]
-            case "function_call_arguments.done":
-                assert event["arguments"] == output[event["output_index"]]["text"]
-            case "output_item.done":
-                ended = event["item"]
-                assert ended["id"] == output[event["output_index"]]["id"]
-                text = ended.get("arguments") or "".join(part["text"] for part in ended.get("content", ()))
-                assert text == output[event["output_index"]]["text"]
-                summary = "".join(part["text"] for part in ended.get("summary", ()))
-                assert summary == output[event["output_index"]]["summed_up"]
-    return output
 
 
 async def test_a_text_is_answered_whole_with_all_that_the_type_requires(
@@ -128,7 +73,7 @@ async def test_calls_are_items_of_their_own(
     gateway: Gateway, client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
     says(worker, f"I look.\n{CALL}\n{CALL}")
-    events = await events_of(gateway, tools=[WEATHER])
+    events = await events_of(gateway, tools=[FLAT_WEATHER])
     output = told(events)
     assert [(item["type"], item["text"]) for item in output] == [
         ("message", "I look."),
@@ -136,7 +81,7 @@ async def test_calls_are_items_of_their_own(
         ("function_call", ARGUMENTS),
     ]
     assert len({item["call_id"] for item in output[1:]}) == 2
-    answer = await client.responses.create(model="demo", input="hello", tools=[WEATHER])  # type: ignore[list-item]
+    answer = await client.responses.create(model="demo", input="hello", tools=[FLAT_WEATHER])  # type: ignore[list-item]
     assert [item.type for item in answer.output] == ["message", "function_call", "function_call"]
     assert '"name": "get_weather"' in prompt_of(worker)
 
@@ -206,7 +151,7 @@ async def test_reasoning_is_an_item_before_the_text_and_comes_back_with_its_call
 ) -> None:
     gateway, worker = thinking
     says(worker, f"I must look.</think>\n\nI look.\n{CALL}")
-    events = await events_of(gateway, tools=[WEATHER])
+    events = await events_of(gateway, tools=[FLAT_WEATHER])
     assert [(item["type"], item["text"]) for item in told(events)] == [
         ("reasoning", "I must look."),
         ("message", "I look."),
@@ -220,7 +165,7 @@ async def test_reasoning_is_an_item_before_the_text_and_comes_back_with_its_call
     turns = [{"role": "user", "content": "hello"}, *response["output"], result]
     says(worker, "Good.</think>It is mild.")
     async with gateway.client() as client:
-        last = await client.responses.create(model="demo", input=turns, tools=[WEATHER])  # type: ignore[arg-type,list-item]
+        last = await client.responses.create(model="demo", input=turns, tools=[FLAT_WEATHER])  # type: ignore[arg-type,list-item]
     assert [item.type for item in last.output] == ["reasoning", "message"]
     assert last.output_text == "It is mild."
     assert "assistant\n<think>I must look.</think>I look.<|im_end|>" in prompt_of(worker), (
@@ -298,3 +243,16 @@ async def test_fields_of_ours_mean_what_they_mean_in_a_chat(gateway: Gateway, wo
         {"input": "x", "regex": "a", "text": {"format": {"type": "json_object"}}}, RESPONSES
     )
     assert (both.status, both.error["param"]) == (400, "regex")
+
+
+async def test_without_redis_the_answer_comes_and_says_that_it_is_not_stored(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    says(worker, "Hello.")
+    answer = await gateway.post({"model": "demo", "input": "x", "store": True}, RESPONSES)
+    assert (answer.status, json.loads(answer.body)["store"]) == (200, False)
+    assert answer.headers["blockyard-ignored"] == "store"
+    refused = await gateway.post({"model": "demo", "input": "x", "previous_response_id": "resp_1"}, RESPONSES)
+    assert (refused.status, refused.error["param"]) == (400, "previous_response_id")
+    assert "for want of Redis" in refused.error["message"]
+    assert (await gateway.get(f"{RESPONSES}/resp_1")).status == 400

@@ -27,7 +27,7 @@ from blockyard.router.admission.token_file import GRACE_SECONDS, TokenFile
 from blockyard.router.calls.gate import CallGate
 from blockyard.router.errors import AuthUnavailable, Forbidden, Unauthenticated
 
-from .rig import until
+from tests.unit.router.rig import until
 
 GENERATE = "/blockyard.v1.InferenceService/Generate"
 HEALTH = "/grpc.health.v1.Health/Check"

@@ -134,7 +134,6 @@ def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> No
                 use(text)
 
 
-@pytest.mark.ci
 def test_expressions_of_control_tokens_are_linear() -> None:
     tokenizer = load_tokenizer(MODEL)
     many = [f"<|special_{number}|>" for number in range(1000)]
@@ -147,7 +146,6 @@ def test_expressions_of_control_tokens_are_linear() -> None:
             pattern.split(text)
 
 
-@pytest.mark.ci
 def test_no_regular_expression_is_made_or_searched_with_unseen() -> None:
     """All expressions of modules are tried above. A search at each position of a text costs more than a match."""
     searched = set()

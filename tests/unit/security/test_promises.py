@@ -14,7 +14,7 @@ from blockyard.router.calls.gate import CallGate
 from blockyard.router.errors import Unauthenticated
 from blockyard.router.server import RouterServer
 
-from .rig import config
+from tests.unit.router.rig import config
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
@@ -114,7 +114,6 @@ async def test_a_router_that_is_open_beyond_loopback_says_so(
     assert any("no TLS" in line for line in told) is is_told
 
 
-@pytest.mark.ci
 def test_calls_without_a_known_token_are_counted_not_told_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

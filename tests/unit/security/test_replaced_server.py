@@ -30,7 +30,7 @@ from tests.pauses import free_loop
 from tests.properties import examples
 from tests.unit.router.fake_worker import SECRET
 
-from .test_hostile_index import CLUSTER, MOST_LINES, NAMES, record
+from .attacked_index import CLUSTER, MOST_LINES, NAMES, record
 
 Reply = bytes
 NUMBERS_AND_NOTHING = [

@@ -9,9 +9,10 @@ import pytest_asyncio
 from blockyard.router.admission.auth import METHOD_ROLES, OPEN, Role
 from google.protobuf import descriptor_pb2
 
+from tests.unit.router.rig import Router, reason_of, running_router, until
+
 from .conftest import PEOPLE, Tokens
 from .methods import SECONDS, all_methods
-from .rig import Router, reason_of, running_router, until
 
 WRITE_FAILED = "Internal error from Core"
 """Text of grpc.aio for a status that arrives before the client's own message has left."""

@@ -221,7 +221,6 @@ def test_a_workflow_runs_each_python_and_the_oldest_ray_that_the_package_names(
     assert {row["python"] for row in rows} == named == set(PYTHONS)
 
 
-@pytest.mark.ci
 def test_the_sbom_is_valid_cyclonedx_and_the_same_each_time(project: dict[str, Any]) -> None:
     parts = all_parts()
     text = sbom.document(parts, project)

@@ -9,10 +9,9 @@ from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.generation.generation import scoped_session
 
-from .conftest import Tokens
-from .rig import (
+from tests.unit.router.fake_worker import FakeWorker
+from tests.unit.router.rig import (
     FOREVER,
-    FakeWorker,
     Router,
     fields_of,
     reason_of,
@@ -21,6 +20,8 @@ from .rig import (
     running_router,
     worker_of_model,
 )
+
+from .conftest import Tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "def f(x):\n    return x + 1\n" * 8

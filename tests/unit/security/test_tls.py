@@ -18,9 +18,10 @@ from blockyard.router.client import AsyncClient, AuthenticationError, Client, Tl
 from blockyard.router.client.connection import TOKEN_VARIABLE
 from blockyard.router.server import RouterServer
 
+from tests.unit.router.rig import config
+
 from .certificates import Authority, unchecked
 from .conftest import Tokens
-from .rig import config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,7 +105,6 @@ async def test_tls_to_a_port_without_is_told_as_such(ca: Authority) -> None:
         assert told == f"what answers at {address} does not speak TLS"
 
 
-@pytest.mark.ci
 async def test_a_routers_expired_certificate_is_told_as_such(ca: Authority) -> None:
     server = ca.pair("expired-server", ends_in=timedelta(seconds=5))
     async with serving(ServerTls(cert=server.cert, key=server.key)) as address:
@@ -113,7 +113,6 @@ async def test_a_routers_expired_certificate_is_told_as_such(ca: Authority) -> N
         assert told == f"the TLS certificate of the router at {address} has expired"
 
 
-@pytest.mark.ci
 async def test_a_certificate_for_another_host_is_told_as_such(ca: Authority) -> None:
     server = ca.pair("elsewhere", dns="elsewhere", address="127.0.0.9")
     async with serving(ServerTls(cert=server.cert, key=server.key)) as address:

@@ -1,6 +1,6 @@
 """A fuzzer that knows the schema: each method of each service gets messages that are nearly right.
 
-`python -m tests.unit.hostile.fuzz --minutes 10 --seed 7`. A message is a function of the seed and its
+`python -m tests.nightly.hostile.fuzz --minutes 10 --seed 7`. A message is a function of the seed and its
 number, so `--seed S --only NUMBER` sends a finding again.
 
 Its oracle: the method answers in time, with a status that it may have and that repeats nothing of the message. At
@@ -353,7 +353,7 @@ def _numbers(goes_on: Callable[[], bool]) -> Iterator[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.unit.hostile.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.nightly.hostile.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of shots to send again")

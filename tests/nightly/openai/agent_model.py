@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from tests.unit.openai.rig import MODEL
+
 from .ai_sdk_bodies import SAID
-from .rig import MODEL
 
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n' ~ (tools | tojson) ~ '<tool_call><|im_end|>\\n' }}{% endif -%}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.contract import WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.schema import key_prefix, pack_berths
 from blockyard.router import model_group as server_module
@@ -23,10 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from tests.pauses import free_loop
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens, signed
-from tests.unit.router.rig import Router
-
-from .rig import is_ready, request, running_router, until, worker_of_model
-from .test_hostile_index import MOST_LINES
+from tests.unit.router.rig import Router, is_ready, request, running_router, until, worker_of_model
+from tests.unit.security.attacked_index import MOST_LINES, record
 
 LOOK_SECONDS = 0.1
 """Interval between two reads of the directory, and the time of one, which a crowded machine needs."""
@@ -36,13 +34,7 @@ FIRST_FORGED, LAST_FORGED = 20_000, 60_000
 
 
 def record_of(worker_id: str, address: str) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=WorkerId(worker_id),
-        incarnation=Incarnation(f"{worker_id}-life-1"),
-        address=address,
-        fingerprint="model",
-        block_size=16,
-    )
+    return record(worker_id, address, f"{worker_id}-life-1")
 
 
 class HostileRedis(RuleBasedStateMachine):
@@ -205,7 +197,6 @@ def redis_server(tmp_path: Path) -> Any:
     server.stop()
 
 
-@pytest.mark.ci
 def test_an_attacker_in_redis_gets_no_connection_and_stops_nobody(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +208,6 @@ def test_an_attacker_in_redis_gets_no_connection_and_stops_nobody(
     run_state_machine_as_test(HostileRedis, settings=course)
 
 
-@pytest.mark.ci
 async def test_old_records_are_bounded_in_number(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +226,6 @@ async def test_old_records_are_bounded_in_number(
     await client.aclose()
 
 
-@pytest.mark.ci
 async def test_forged_records_neither_crowd_workers_out_nor_hold_up_the_loop(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +284,6 @@ async def _knows(router: Router, number: int) -> bool:
     return len(await router.states()) == number
 
 
-@pytest.mark.ci
 async def test_a_router_with_a_supervisor_discovers_nobody(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

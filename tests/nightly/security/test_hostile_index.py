@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from blockyard.proto.index.contract import (
     Incarnation,
     PrefixIndexError,
     WorkerId,
-    WorkerRecord,
 )
 from blockyard.proto.index.redis import MAX_FIELD_BYTES, MAX_RECORD_CHARACTERS, RedisPrefixIndex, connect
 from blockyard.proto.index.schema import ANYWHERE_SUFFIX, bucket_of, key_prefix, pack_berths
@@ -41,11 +39,9 @@ from tests.pauses import free_loop
 from tests.properties import examples
 from tests.redis_servers import each_server
 from tests.unit.router.fake_worker import SECRET, signed
+from tests.unit.security.attacked_index import BLOCK_SIZE, CLUSTER, MOST_LINES, NAMES, record
 
-CLUSTER = "default"
 PREFIX = key_prefix(CLUSTER)
-BLOCK_SIZE = 16
-NAMES = tuple(sha256(bytes([position])).digest()[:16] for position in range(24))
 FIXED_KEYS = ("leases", "state", "names", "identities", "free", "condemned", "berth:1", "berth:2", "berth:3")
 BUCKETS = tuple(f"b:{bucket_of(name):03x}" for name in NAMES[:6])
 TRAP = "203.0.113.7:1"
@@ -76,16 +72,6 @@ fields = st.one_of(
     st.sampled_from(["cursor", "1", "2", "3", "a\0life-a", "b\0life-b", f"a\0life-a{ANYWHERE_SUFFIX}"]),
     st.sampled_from([name[1:8] for name in NAMES[:6]]),
 )
-
-
-def record(worker_id: str, address: str) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=WorkerId(worker_id),
-        incarnation=Incarnation(f"life-{worker_id}"),
-        address=address,
-        fingerprint="model",
-        block_size=BLOCK_SIZE,
-    )
 
 
 class HostileIndex(RuleBasedStateMachine):
@@ -342,8 +328,6 @@ def test_whatever_an_attacker_writes_costs_hits_alone_and_is_mended_by_telling_a
 # A replaced server may answer anything.
 
 
-MOST_LINES = 60_000
-"""Bound on the lines of Python in one callback of the event loop."""
 FULL = "x" * MAX_RECORD_CHARACTERS
 FORGE = """
 for n = 20000, 24095 do

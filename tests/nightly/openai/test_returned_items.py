@@ -13,16 +13,14 @@ from blockyard.router.openai.responses import stored
 from blockyard.router.openai.responses.items import item_id
 from blockyard.router.sealed_records import SealedRecords, TextSeal
 
+from tests.unit.openai.rig import CALL, FLAT_WEATHER, SECRET, TEMPLATE, Tokens, config, prompt_of
+
 from .ai_sdk_bodies import BODIES, SAID, TEXTS, THOUGHTS, filled, first_named
-from .rig import SECRET, Tokens, config
-from .test_responses import WEATHER
-from .test_stored_responses import House, running_house
-from .test_stored_responses import waiting_for_redis as waiting_for_redis
-from .test_tools import CALL, TEMPLATE, prompt_of
+from .rig import House, running_house
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("waiting_for_redis")]
 
-ASKED: dict[str, Any] = {"model": "demo", "tools": [WEATHER]}
+ASKED: dict[str, Any] = {"model": "demo", "tools": [FLAT_WEATHER]}
 ENCRYPTED: dict[str, Any] = {"include": ["reasoning.encrypted_content"], "store": False}
 THOUGHT = "I must look."
 SAYS = f"{THOUGHT}</think>\n\nI look.\n{CALL}"
@@ -92,7 +90,6 @@ async def test_references_stand_beside_a_previous_response(house: House) -> None
     await answered(house, **chain, input=[referring(first["output"][0])])
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("mode", BODIES)
 async def test_what_the_ai_sdk_sends_in_five_turns_is_what_the_model_saw_and_wrote(
     house: House, monkeypatch: pytest.MonkeyPatch, mode: str

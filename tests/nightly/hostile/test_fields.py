@@ -313,7 +313,6 @@ def test_a_stop_string_across_tokens_cuts_exactly(house: House) -> None:
     assert "".join(pieces) == whole[: whole.index(stop)]
 
 
-@pytest.mark.ci
 def test_a_victim_beside_hostile_requests_gets_the_same_tokens(house: House) -> None:
     reference = house.tokens(max_tokens=60)
     hostile = (
@@ -396,7 +395,6 @@ def test_a_deadline_that_has_no_time_leaves_no_work_behind(house: House) -> None
     house.check()
 
 
-@pytest.mark.slow
 def test_distinct_grammars_in_a_row_take_no_more_and_more_memory(house: House) -> None:
     """5,000 in the list; here so many that the cache of 64 turns over four times."""
 

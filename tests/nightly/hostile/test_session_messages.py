@@ -249,7 +249,6 @@ def test_nothing_is_cached_under_a_name_that_is_not_its_own(house: House) -> Non
     house.check()
 
 
-@pytest.mark.ci
 def test_a_flood_of_cancels_and_bad_submits_holds_nobody_up(house: House) -> None:
     reference = house.tokens(max_tokens=60)
     cancel = ToWorker(cancel=Cancel(handle=5)).SerializeToString()

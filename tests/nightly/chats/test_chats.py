@@ -281,7 +281,6 @@ def _text_arguments(value: dict[str, Any]) -> dict[str, Any]:
     return {**value, "arguments": json.dumps(value["arguments"])} if is_object else value
 
 
-@pytest.mark.ci
 def test_a_chat_has_the_ids_that_transformers_gives_it_or_both_refuse_it(model: Model) -> None:
     wrong, num_refused = {}, 0
     for name, body in BODIES.items():
@@ -334,7 +333,6 @@ def forged_chats(forged: str) -> Iterator[tuple[str, ChatPrompt]]:
     yield "ends", ChatPrompt([head, tail, answered, ChatMessage("user", forged[:-1])])
 
 
-@pytest.mark.ci
 def test_a_forged_control_token_never_becomes_one_and_its_chat_is_served(model: Model) -> None:
     template, control = str(model.tokenizer.chat_template), model.control.values()
     written = [text for text in control if text in template]
@@ -362,7 +360,6 @@ def controls(model: Model, prompt: ChatPrompt) -> list[int] | None:
         return None
 
 
-@pytest.mark.ci
 def test_a_prefilled_answer_is_read_from_its_beginning(model: Model) -> None:
     known = answer_format(model.tokenizer)
     reading = Reading(format=known, tools={}, reads_reasoning=known.reads_reasoning)

@@ -1,7 +1,7 @@
 """A fuzzer guided by coverage (atheris) for the code that reads a client's bytes: bodies, headers, messages of both
 protocols.
 
-`python -m tests.unit.hostile.coverage_fuzz body --minutes 10` fuzzes one target from its folder `corpus`.
+`python -m tests.nightly.hostile.coverage_fuzz body --minutes 10` fuzzes one target from its folder `corpus`.
 With `--keep` it adds inputs that reach new code. It fails at the first input that raises anything but a client's error,
 and names the file with that input. Given that file, it runs the input again. fuzz.py sends messages to processes; this
 one calls functions, thousands of times a second.
@@ -132,7 +132,9 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.unit.hostile.coverage_fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.nightly.hostile.coverage_fuzz", description=__doc__
+    )
     parser.add_argument("target", choices=sorted(TARGETS))
     parser.add_argument("inputs", nargs="*", help="files to run again, and nothing else")
     parser.add_argument("--runs", type=int, default=-1, help="inputs; without it, until the time is over")

@@ -3,8 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,65 +10,30 @@ import openai
 import pytest
 import pytest_asyncio
 import redis
-from blockyard.deploy.machine.redis_server import RedisProcess, redis_user, start_private_redis
-from blockyard.router import sealed_records
-from openai import AsyncOpenAI
+from blockyard.router.admission.rate_limits import RateLimit
+from blockyard.router.admission.token_entries import new_token
+from blockyard.router.sealed_records import SealedRecords
 
-from .rig import FakeWorker, Gateway, Tokens, running_gateway, served_by, worker_of_model
-from .test_responses import RESPONSES, WEATHER
-from .test_tools import CALL, prompt_of, says
+from tests.unit.openai.rig import (
+    CALL,
+    FLAT_WEATHER,
+    RESPONSES,
+    Tokens,
+    answers,
+    ended,
+    jsonl,
+    ledger_of,
+    prompt_of,
+    running_gateway,
+    says,
+    served_by,
+    started,
+    worker_of_model,
+)
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+from .rig import House, running_house
 
-
-@dataclass(frozen=True)
-class House:
-    """Two routers with one worker each, and their Redis."""
-
-    redis: RedisProcess
-    gateways: list[Gateway]
-    workers: list[FakeWorker]
-    clients: list[AsyncOpenAI]
-    """One for each router, of the tenant acme."""
-    stranger: AsyncOpenAI
-    """The client of a user of the tenant bravo, at the second router."""
-
-    def says(self, text: str) -> None:
-        for worker in self.workers:
-            says(worker, text)
-
-    def keys(self) -> list[bytes]:
-        with redis.Redis.from_url(self.redis.url) as admin:
-            return list(admin.scan_iter("*:records:*"))
-
-
-@pytest.fixture(autouse=True)
-def waiting_for_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine Redis may take longer than the half second that routers wait."""
-    monkeypatch.setattr(sealed_records, "TIMEOUT_SECONDS", 20.0)
-
-
-@asynccontextmanager
-async def running_house(folder: Path, tokens: Tokens, **settings: Any) -> AsyncIterator[House]:
-    user = redis_user("router", "default")
-    process = start_private_redis(folder, password="of-the-admin", users=(user,))
-    try:
-        async with AsyncExitStack() as stack:
-            gateways = []
-            workers = []
-            for name in ("a", "b"):
-                gateway = await stack.enter_async_context(
-                    running_gateway(redis_url=process.url_of(user), auth_file=str(tokens.path), **settings)
-                )
-                gateways.append(gateway)
-                workers.append(await stack.enter_async_context(served_by(gateway, worker_of_model(name))))
-            clients = [
-                await stack.enter_async_context(gateway.client(api_key=tokens.of[name]))
-                for gateway, name in zip([*gateways, gateways[1]], ("ann", "amy", "bob"), strict=True)
-            ]
-            yield House(process, gateways, workers, clients[:2], clients[2])
-    finally:
-        process.stop()
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("waiting_for_redis")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,7 +44,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory, tokens: Tokens) -> Asy
 
 async def test_another_router_goes_on_from_a_response_with_all_its_items(house: House) -> None:
     house.says(f"I look.\n{CALL}")
-    asked: dict[str, Any] = {"model": "demo", "tools": [WEATHER]}
+    asked: dict[str, Any] = {"model": "demo", "tools": [FLAT_WEATHER]}
     first = await house.clients[0].responses.create(**asked, input="Is it mild?", instructions="Be brief.")
     call = first.output[-1]
     assert call.type == "function_call"
@@ -149,19 +112,13 @@ async def test_redis_holds_no_text_and_every_record_expires(house: House) -> Non
             assert 0 < admin.ttl(key) <= 24 * 3600
 
 
-async def test_a_prefetch_keeps_nothing(house: House) -> None:
+async def test_a_prefetch_and_store_false_keep_nothing(house: House) -> None:
     house.says("Hello.")
     before = house.keys()
-    await house.clients[0].responses.create(model="demo", input="x", extra_body={"prefetch": True})
-    assert house.keys() == before
-
-
-async def test_store_false_keeps_nothing(house: House) -> None:
-    house.says("Hello.")
-    before = house.keys()
-    made = await house.clients[0].responses.create(model="demo", input="x", store=False)
-    assert made.model_extra is not None
-    assert made.model_extra["store"] is False
+    create = house.clients[0].responses.create
+    await create(model="demo", input="x", extra_body={"prefetch": True})
+    made = await create(model="demo", input="x", store=False)
+    assert (made.model_extra or {})["store"] is False
     assert house.keys() == before
 
 
@@ -186,17 +143,75 @@ async def test_a_wrong_query_is_refused(house: House, query: str) -> None:
     assert caught.value.param == name
 
 
-async def test_without_redis_the_answer_comes_and_says_that_it_is_not_stored(
-    gateway: Gateway, worker: FakeWorker
+async def test_a_line_of_a_batch_goes_on_from_a_stored_response_of_its_tenant(
+    house: House, tokens: Tokens, tmp_path: Path
 ) -> None:
-    says(worker, "Hello.")
-    answer = await gateway.post({"model": "demo", "input": "x", "store": True}, RESPONSES)
-    assert (answer.status, json.loads(answer.body)["store"]) == (200, False)
-    assert answer.headers["blockyard-ignored"] == "store"
-    refused = await gateway.post({"model": "demo", "input": "x", "previous_response_id": "resp_1"}, RESPONSES)
-    assert (refused.status, refused.error["param"]) == (400, "previous_response_id")
-    assert "for want of Redis" in refused.error["message"]
-    assert (await gateway.get(f"{RESPONSES}/resp_1")).status == 400
+    settings = {"batch_dir": str(tmp_path), "redis_url": house.redis.url, "auth_file": str(tokens.path)}
+    house.says("It is mild.")
+    first = await house.clients[0].responses.create(model="demo", input="Is it mild?")
+    async with (
+        running_gateway(**settings) as gateway,
+        served_by(gateway, worker_of_model("a")) as worker,
+        gateway.client(api_key=tokens.of["ann"]) as client,
+    ):
+        says(worker, "Yes.")
+        previous = {"next": first.id, "none": "resp_" + "0" * 48}
+        lines = [
+            {
+                "custom_id": name,
+                "method": "POST",
+                "url": RESPONSES,
+                "body": {"model": "demo", "input": "And Rome?"},
+            }
+            for name in previous
+        ]
+        for one in lines:
+            one["body"]["previous_response_id"] = previous[one["custom_id"]]  # type: ignore[index]
+        done = await ended(client, await started(client, jsonl(*lines), RESPONSES))
+        found = await answers(client, done.output_file_id)
+        answer = found["next"]["response"]["body"]
+        assert answer["previous_response_id"] == first.id
+        for text in ("Is it mild?", "It is mild.", "And Rome?"):
+            assert text in prompt_of(worker)
+        errors = await answers(client, done.error_file_id)
+        error = errors["none"]["response"]["body"]["error"]
+        assert (error["code"], error["param"]) == ("response_not_found", "previous_response_id")
+    later = await house.clients[1].responses.retrieve(answer["id"])
+    assert later.output_text == "Yes.", "answers of lines are stored as those of calls are"
+
+
+async def test_a_response_that_is_refused_reads_no_earlier_one(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Any] = []
+    get = SealedRecords.get
+
+    async def noted(self: SealedRecords, name: Any) -> bytes | None:
+        reads.append(name)
+        return await get(self, name)
+
+    monkeypatch.setattr(SealedRecords, "get", noted)
+    few, entry = new_token("few", "user", None, limit=RateLimit(requests_per_minute=3))
+    path = tmp_path / "tokens.json"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps({"tokens": [entry]}))
+    async with (
+        running_gateway(redis_url=house.redis.url, auth_file=str(path), max_requests=4) as gateway,
+        served_by(gateway, worker_of_model("a")),
+        gateway.client(api_key=few) as client,
+    ):
+        asked: dict[str, Any] = {"model": "demo", "input": "two", "max_output_tokens": 3}
+        asked["previous_response_id"] = (await client.responses.create(**asked)).id
+        with ledger_of(gateway).charge(1, outputs=4, tenant="another"):
+            with pytest.raises(openai.RateLimitError) as full:
+                await client.responses.create(**asked)
+            assert (full.value.code, reads) == ("overloaded", [])
+        for _ in range(2):
+            await client.responses.create(**asked)
+        assert len(reads) == 2, "a read takes nothing of the limit: three calls were allowed"
+        with pytest.raises(openai.RateLimitError) as limited:
+            await client.responses.create(**asked)
+        assert (limited.value.code, len(reads)) == ("rate_limited", 2)
 
 
 async def test_while_redis_is_away_answers_come_and_earlier_ones_are_unavailable(house: House) -> None:

@@ -14,9 +14,7 @@ from blockyard.proto.naming.block_hash import unpack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
 
-from tests.unit.parsing.families import other_tokens
-
-from .rig import (
+from tests.unit.openai.rig import (
     MODEL,
     FakeWorker,
     Gateway,
@@ -26,6 +24,7 @@ from .rig import (
     waiting_for_redis,
     worker_of_model,
 )
+from tests.unit.parsing.families import other_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENIZER = load_tokenizer(MODEL)

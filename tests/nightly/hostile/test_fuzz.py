@@ -10,7 +10,6 @@ SEED = 20
 MESSAGES = 1_500
 
 
-@pytest.mark.ci
 def test_no_message_of_the_fixed_seed_is_answered_amiss(house: House) -> None:
     tally = fuzz(house, SEED, iter(range(MESSAGES)))
     assert [f"{SEED}:{finding.shot.number} {finding.what}" for finding in tally.findings] == []

@@ -35,7 +35,6 @@ def serve_until(connection: Connection, holds: Callable[[], bool]) -> None:
         connection.serve(0.2)
 
 
-@pytest.mark.ci
 def test_messages_that_never_end_hold_no_more_than_the_budget_and_keep_nobody_out(house: House) -> None:
     """Send all but the last bytes of 400 messages of 4 MiB. Without a bound 1.6 GB are held until the client goes."""
     before = house.router.resident_bytes
@@ -50,7 +49,6 @@ def test_messages_that_never_end_hold_no_more_than_the_budget_and_keep_nobody_ou
     house.check()
 
 
-@pytest.mark.ci
 def test_calls_that_do_not_send_their_message_are_ended(house: House) -> None:
     """Send a byte at intervals, which does not keep the messages alive."""
     with Connection(house.router.address) as connection:
@@ -97,7 +95,6 @@ def test_a_call_without_a_message_is_invalid_and_one_with_two_is_answered_by_its
     house.check()
 
 
-@pytest.mark.ci
 def test_calls_that_last_are_counted_by_client_and_in_all(house: House) -> None:
     """A Watch needs no token and has no deadline."""
     raw = health_pb2.HealthCheckRequest().SerializeToString()

@@ -20,24 +20,22 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         timeout=RUN_SECONDS,
-        cwd=CORPUS.parents[2],
+        cwd=CORPUS.parents[3],
     )
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("target", RUNS)
 def test_no_input_raises_anything_but_what_clients_are_told(target: str) -> None:
     done = run(
-        "-m", "tests.unit.hostile.coverage_fuzz", target, "--runs", str(RUNS[target]), "--minutes", "4"
+        "-m", "tests.nightly.hostile.coverage_fuzz", target, "--runs", str(RUNS[target]), "--minutes", "4"
     )
     assert done.returncode == 0, done.stderr[-3_000:]
     assert "DONE" in done.stderr
 
 
-@pytest.mark.ci
 def test_a_defect_is_found_and_its_input_can_be_run_again(tmp_path: Path) -> None:
     planted = (
-        "import sys; from tests.hostile import coverage_fuzz as fuzz\n"
+        "import sys; from tests.nightly.hostile import coverage_fuzz as fuzz\n"
         "from blockyard.router.openai.http import body\n"
         "body._refuse_constant = lambda name: 1 / 0\n"
         "sys.argv[1:] = ['body', *sys.argv[1:]]\n"
@@ -48,7 +46,7 @@ def test_a_defect_is_found_and_its_input_can_be_run_again(tmp_path: Path) -> Non
     done = run("-c", planted, str(bad))
     assert done.returncode != 0
     assert "ZeroDivisionError" in done.stdout + done.stderr
-    assert run("-m", "tests.unit.hostile.coverage_fuzz", "body", str(bad)).returncode == 0
+    assert run("-m", "tests.nightly.hostile.coverage_fuzz", "body", str(bad)).returncode == 0
 
 
 def test_the_corpus_is_small() -> None:

@@ -70,7 +70,6 @@ def test_another_protocol_is_closed_on(house: House, first: bytes) -> None:
     house.check()
 
 
-@pytest.mark.ci
 def test_silence_and_a_byte_now_and_then_end_with_the_handshake_and_leave_no_file(house: House) -> None:
     house.check()
     files = house.router.num_files
@@ -104,7 +103,6 @@ def test_a_flood_of_pings_is_told_to_calm_down(house: House) -> None:
     house.check()
 
 
-@pytest.mark.ci
 def test_a_bomb_of_gzip_is_exhausted_before_it_is_unpacked(house: House) -> None:
     peak, is_over = house.router.resident_bytes, threading.Event()
     before = peak
@@ -162,7 +160,6 @@ def test_a_method_that_is_none_is_unimplemented(house: House, method: str) -> No
     assert_discreet(outcome)
 
 
-@pytest.mark.slow
 def test_thousands_of_calls_are_refused_or_served_and_a_running_stream_goes_on(house: House) -> None:
     victim = inference_pb2.GenerateRequest(
         prompt="def f(x):", sampling=GREEDY | {"max_tokens": 300, "ignore_eos": True}

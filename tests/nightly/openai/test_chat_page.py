@@ -7,9 +7,20 @@ import pytest
 import pytest_asyncio
 
 from tests.nightly.dashboard.browser import Browser, open_browser
-
-from .rig import FakeWorker, Gateway, Tokens, running_gateway, served_by, worker_of_model
-from .test_tools import ARGUMENTS, CALL, TEMPLATE, TOOLS, prompt_of, says
+from tests.unit.openai.rig import (
+    ARGUMENTS,
+    CALL,
+    TEMPLATE,
+    TOOLS,
+    FakeWorker,
+    Gateway,
+    Tokens,
+    prompt_of,
+    running_gateway,
+    says,
+    served_by,
+    worker_of_model,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -33,9 +33,11 @@ from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.sealed_records import RecordName, SealedRecords
 
 from tests.redis_servers import each_server
+from tests.system.load import until_ready
+from tests.system.processes import SIMULATED, processes
+from tests.unit.router.rig import until
 
 from .redis_commands import CLUSTER, commands_of, is_permitted, is_permitted_by_dry_run
-from .rig import SIMULATED, processes, until, until_ready
 
 ADMINS_PASSWORD = "of-the-admin"
 ROLES: tuple[Role, ...] = ("router", "worker")
@@ -367,7 +369,6 @@ async def test_after_a_loss_of_all_scripts_a_worker_loads_them_and_routers_find_
         assert (await router.info()).names == len(NAMES)
 
 
-@pytest.mark.ci
 def test_nobody_comes_in_without_a_password(server: Server) -> None:
     for options in ({}, {"username": "blockyard-router", "password": "guess"}, {"password": "guess"}):
         with (
@@ -377,8 +378,6 @@ def test_nobody_comes_in_without_a_password(server: Server) -> None:
             stranger.ping()
 
 
-@pytest.mark.ci
-@pytest.mark.cluster
 async def test_real_routers_and_workers_live_on_these_rights(server: Server, tmp_path: Path) -> None:
     with processes(tmp_path) as cluster:
         worker = cluster.add_worker("worker-0", *SIMULATED)

