@@ -5,12 +5,12 @@ what a path does (routes.py).
 """
 
 import html
-import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.resources import files
+from string import Formatter
 from typing import Any
 
 from blockyard.proto.limits import RANGES
@@ -29,8 +29,6 @@ MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 RESPONSE = f"{RESPONSES}/{{response_id}}"
 INPUT_ITEMS = f"{RESPONSE}/input_items"
-_NAMED = re.compile(r"\{(\w+)\}")
-"""A parameter of a path."""
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}td,th{border-top:1px solid #bbb;padding:.3rem .6rem .3rem 0;"
@@ -228,7 +226,8 @@ def _operation(path: str, described: Described) -> dict[str, Any]:
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        for name in _NAMED.findall(path)
+        for _, name, _, _ in Formatter().parse(path)
+        if name
     ]
     parameters += [
         {"name": name, "in": "query", "schema": schema} for name, schema in described.query.items()

@@ -224,7 +224,10 @@ class Routes:
     def _answering(self, answer: Callable[[Calls, Body, HttpCall], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
             call, body = await self._read(request)
-            notes.names = {"token_ids": "tokens", "input": "prompt" if body.get("messages") is None else "messages"}
+            notes.names = {
+                "token_ids": "tokens",
+                "input": "prompt" if body.get("messages") is None else "messages",
+            }
             return json_response(await answer(self._calls, body, call))
 
         return handle

@@ -33,7 +33,7 @@ SAID = {
 """In what each program prints."""
 
 
-@pytest.mark.parametrize(("program", "said"), zip(PYTHON, SAID.values(), strict=True), ids=SAID)
+@pytest.mark.parametrize(("program", "said"), list(zip(PYTHON, SAID.values(), strict=True)), ids=list(SAID))
 def test_each_program_runs(url: str, program: str, said: str) -> None:
     command = [sys.executable, "-c", program.replace(ADDRESS, url)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)

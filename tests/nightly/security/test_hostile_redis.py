@@ -81,8 +81,8 @@ class HostileRedis(RuleBasedStateMachine):
 
     async def _register(self) -> None:
         index = RedisPrefixIndex(self.client, "default")
-        for record in self.genuine:
-            await index.register(record, lease_seconds=600.0)
+        for known in self.genuine:
+            await index.register(known, lease_seconds=600.0)
 
     async def _serves(self) -> bool:
         return {worker.address for worker in self.workers} <= (await self.router.states()).keys()

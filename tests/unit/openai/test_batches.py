@@ -181,13 +181,14 @@ async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
     assert len(await answers(batch_client, done.output_file_id)) == 2
 
 
+async def fails(*_: Any) -> None:
+    raise RuntimeError("a line of the client")
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(*_: Any) -> None:
-        raise RuntimeError("a line of the client")
-
     monkeypatch.setattr(runner.Runner, "_end", fails)
     failed = await ended(batch_client, await started(batch_client, jsonl(line("a"), line("b"))))
     assert failed.status == "failed"
@@ -200,9 +201,6 @@ async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
 async def test_a_failure_that_cannot_be_saved_is_logged(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(*_: Any) -> None:
-        raise RuntimeError("a line of the client")
-
     def is_full(*_: Any) -> None:
         raise OSError("a path of the router")
 

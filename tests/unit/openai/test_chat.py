@@ -115,39 +115,25 @@ async def test_logprobs_name_each_token_by_text_and_bytes(
 
 
 async def test_what_every_parameter_says_reaches_the_worker(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    openais = {"temperature": 0.5, "top_p": 0.75, "presence_penalty": 0.25, "frequency_penalty": -0.5}
+    ours = {"top_k": 40, "min_p": 0.125, "repetition_penalty": 1.25, "min_tokens": 2}
+    lists = {"stop_token_ids": [5], "bad_token_ids": [6]}
     await client.chat.completions.create(
         model="demo",
         messages=HELLO,
         max_completion_tokens=7,
-        temperature=0.5,
-        top_p=0.75,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
         logit_bias={"300": 5},
         seed=9,
         user="somebody",
-        extra_body={
-            "top_k": 40,
-            "min_p": 0.125,
-            "repetition_penalty": 1.25,
-            "min_tokens": 2,
-            "ignore_eos": True,
-            "stop_token_ids": [5],
-            "bad_token_ids": [6],
-            "priority": -3,
-        },
+        **openais,
+        extra_body={**ours, **lists, "ignore_eos": True, "priority": -3},
     )
     submit = worker.submits[0]
     sampling = submit.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 40, 0.125)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
-        0.25,
-        -0.5,
-        1.25,
-    )
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (7, 2, 9)
-    assert (dict(sampling.logit_bias), list(sampling.stop_token_ids)) == ({300: 5.0}, [5])
-    assert (list(sampling.bad_token_ids), list(sampling.eos_token_ids), submit.priority) == ([6], [], -3)
+    assert {name: getattr(sampling, name) for name in (*openais, *ours)} == {**openais, **ours}
+    assert {name: list(getattr(sampling, name)) for name in lists} == lists
+    assert (sampling.max_tokens, sampling.seed, submit.priority) == (7, 9, -3)
+    assert (dict(sampling.logit_bias), list(sampling.eos_token_ids)) == ({300: 5.0}, [])
 
 
 async def test_a_stop_text_ends_the_answer_and_is_named(client: AsyncOpenAI, worker: FakeWorker) -> None:
@@ -166,10 +152,7 @@ async def test_a_stop_text_ends_the_answer_and_is_named(client: AsyncOpenAI, wor
     [
         ({"response_format": {"type": "text"}}, ""),
         ({"response_format": {"type": "json_object"}}, "json_object"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
-            "json_schema",
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "json_schema"),
         ({"extra_body": {"regex": "a+"}}, "regex"),
         ({"extra_body": {"json_schema": {"type": "object"}}}, "json_schema"),
         ({"extra_body": {"guided_json": {"type": "object"}}}, "json_schema"),

@@ -103,17 +103,9 @@ async def test_base64_is_little_endian_float32(embedder: Gateway, worker: FakeWo
     (item,) = json.loads(answer.body)["data"]
     assert list(struct.unpack(f"<{SIZE}f", base64.b64decode(item["embedding"]))) == embedding_of("import os")
     assert answer.headers["blockyard-ignored"] == "user"
-
-
-async def test_a_worker_is_asked_for_an_embedding_and_no_token(
-    client: AsyncOpenAI, worker: FakeWorker
-) -> None:
-    await client.embeddings.create(model="demo", input="import os")
     (submit,) = worker.submits
-    assert submit.sampling.embeds
-    assert submit.sampling.max_tokens == 0
+    assert (submit.sampling.embeds, submit.sampling.max_tokens, submit.hands_over) == (True, 0, False)
     assert unpack_tokens(submit.token_ids) == tokens_of("import os")
-    assert not submit.hands_over
 
 
 async def test_fewer_dimensions_are_the_first_at_length_1(client: AsyncOpenAI, worker: FakeWorker) -> None:
@@ -197,24 +189,14 @@ async def test_a_prompt_may_fill_the_context(embedder: Gateway, worker: FakeWork
     ("body", "param"),
     [
         ({}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": []}, "input"),
         ({"input": ["a", ""]}, "input"),
-        ({"input": [[]]}, "input"),
         ({"input": [5, "a"]}, "input"),
         ({"input": ["a", 5]}, "input[1]"),
         ({"input": [[5, -1]]}, "input[0]"),
         ({"input": [9999]}, "input"),
-        ({"input": {"text": "a"}}, "input"),
         ({"input": ["a"] * 2049}, "input"),
-        ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": SIZE + 1}, "dimensions"),
-        ({"input": "a", "dimensions": "8"}, "dimensions"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "encoding_format": ["float"]}, "encoding_format"),
-        ({"input": "a", "user": 5}, "user"),
         ({"input": "a", "temperature": 1}, "temperature"),
-        ({"input": "a", "priority": 101}, "priority"),
         # Hints of calls that generate.
         ({"input": "a", "prefetch": True}, "prefetch"),
         ({"input": "a", "expected_pause_seconds": 5}, "expected_pause_seconds"),
@@ -224,9 +206,7 @@ async def test_a_bad_field_is_named_as_in_the_body(
     embedder: Gateway, worker: FakeWorker, body: dict[str, Any], param: str
 ) -> None:
     answer = await embedder.post(body, EMBEDDINGS)
-    assert answer.status == 400
-    assert (answer.error["type"], answer.error["code"]) == ("invalid_request_error", "invalid_request")
-    assert answer.error["param"] == param
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, param, "invalid_request")
     assert answer.error["message"].startswith(f"{param}: ")
     assert not worker.submits
 

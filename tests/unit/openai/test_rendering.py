@@ -46,22 +46,19 @@ async def worker(gateway: Gateway, model: Path) -> AsyncIterator[FakeWorker]:
         yield only
 
 
+ASKED = "<|im_start|>user: hello<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("fields", "rendered"),
     [
-        ({}, "<|im_start|>user: hello<|im_end|><|im_start|>"),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "<|im_start|>user: hello<|im_end|><|im_start|>",
-        ),
-        (
-            {"chat_template_kwargs": {"enable_thinking": True}},
-            "<|im_start|>user: hello<|im_end|><|im_start|>think",
-        ),
-        ({"add_generation_prompt": False}, "<|im_start|>user: hello<|im_end|>"),
+        ({}, f"{ASKED}<|im_start|>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, f"{ASKED}<|im_start|>"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, f"{ASKED}<|im_start|>think"),
+        ({"add_generation_prompt": False}, ASKED),
         (
             {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False},
-            "<|im_start|>user: hello<|im_end|><|im_start|>assistant: Hi the",
+            f"{ASKED}<|im_start|>assistant: Hi the",
         ),
         (
             {"messages": [{**HELLO[0], "name": "ann<|im_end|>"}]},
@@ -98,33 +95,6 @@ async def test_grpc_renders_the_same(gateway: Gateway, worker: FakeWorker) -> No
     answer = await gateway.router.inference.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
     tokenizer = load_tokenizer(MODEL)
     assert tokenizer.decode(answer.token_ids) == "<|im_start|>ann: hello<|im_end|><|im_start|>think"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"two words": 1}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"a": "b" * 20_000}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
-        ({"add_generation_prompt": "yes"}, "add_generation_prompt"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        (
-            {"messages": SAID, "continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-        ),
-        ({"messages": [{**HELLO[0], "name": 7}]}, "messages[0].name"),
-        ({"messages": [{**HELLO[0], "name": "x" * 300}]}, "messages.name"),
-    ],
-)
-async def test_what_cannot_be_rendered_is_refused_by_its_name(
-    gateway: Gateway, worker: FakeWorker, fields: dict[str, Any], param: str
-) -> None:
-    answer = await gateway.post({"messages": HELLO, "max_tokens": 1, **fields})
-    assert (answer.status, answer.error["param"]) == (400, param), answer.error
-    assert worker.submits == []
 
 
 async def test_a_router_takes_a_template_and_a_tokenizer_beside_the_model(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ SEARCHED = {
     "proto.index.scripts._INCLUDE",
     "proto.index.shards._BETWEEN",
 }
-SIZE, WHOLE_SIZE = 128, 2**16
+SIZE, WHOLE_SIZE = 128, 2**14
 """Sizes in characters: where steps are counted, there and at twice the size, and where all is read."""
 MOST_GROWTH = 2.2
 """Steps for a text twice as long. Quadratic work takes four times as many."""
@@ -136,13 +136,13 @@ def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> No
 
 def test_expressions_of_control_tokens_are_linear() -> None:
     tokenizer = load_tokenizer(MODEL)
-    many = [f"<|special_{number}|>" for number in range(1000)]
+    many = [f"<|special_{number}|>" for number in range(100)]
     tokenizer.add_special_tokens({"additional_special_tokens": ["STOP", *many]})
     guard, units = Guard(tokenizer), ("<", "<|im_start|", "<|special_1", "STO", "<tool_call>")
     for pattern in (guard.cut, guard.written, guard.tags, guard.words):
         assert pattern is not None
         check_pattern(pattern, units, is_searched=True, size=16)
-        for text in pumped(units, 2**14):
+        for text in pumped(units, 2**12):
             pattern.split(text)
 
 

@@ -4,13 +4,14 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from blockyard.proto.security import certificate_files
 from blockyard.proto.security.tls_files import ServerTls
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
@@ -20,7 +21,7 @@ from blockyard.router.server import RouterServer
 
 from tests.unit.router.rig import config
 
-from .certificates import Authority, unchecked
+from .certificates import DAY, Authority, unchecked
 from .conftest import Tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -105,10 +106,20 @@ async def test_tls_to_a_port_without_is_told_as_such(ca: Authority) -> None:
         assert told == f"what answers at {address} does not speak TLS"
 
 
-async def test_a_routers_expired_certificate_is_told_as_such(ca: Authority) -> None:
-    server = ca.pair("expired-server", ends_in=timedelta(seconds=5))
+class DaysAgo(datetime):
+    """A clock by which no certificate has expired yet."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return datetime.now(tz) - 2 * DAY
+
+
+async def test_a_routers_expired_certificate_is_told_as_such(
+    ca: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ca.pair("expired-server", has_expired=True)
+    monkeypatch.setattr(certificate_files, "datetime", DaysAgo)
     async with serving(ServerTls(cert=server.cert, key=server.key)) as address:
-        await asyncio.sleep(6)
         told = await unavailable(address, tls=TlsOptions(ca=ca.ca))
         assert told == f"the TLS certificate of the router at {address} has expired"
 
