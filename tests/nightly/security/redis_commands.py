@@ -32,58 +32,32 @@ def commands_of(admin: "redis.Redis") -> list[Command]:
         for called, least, its_flags, *_ in subcommands or [(name, arity, flags)]:
             is_open = "no_auth" in {text(flag) for flag in its_flags}
             words = text(called).split("|")
-            found.append(
-                Command(
-                    name=text(called),
-                    num_arguments=abs(least) - len(words),
-                    is_open_to_all=is_open,
-                )
-            )
+            num_arguments = abs(least) - len(words)
+            found.append(Command(name=text(called), num_arguments=num_arguments, is_open_to_all=is_open))
     return found
 
 
 OLD = {
-    "acl": (
-        "list",
-        "setuser",
-        "getuser",
-        "deluser",
-        "users",
-        "cat",
-        "genpass",
-        "whoami",
-        "log",
-        "load",
-        "save",
-    ),
-    "client": (
-        "list",
-        "kill",
-        "id",
-        "info",
-        "getname",
-        "setname",
-        "pause",
-        "unblock",
-        "tracking",
-        "no-evict",
-    ),
-    "cluster": ("info", "nodes", "slots", "keyslot", "reset", "failover"),
-    "command": ("count", "info", "getkeys"),
-    "config": ("get", "set", "rewrite", "resetstat"),
-    "debug": ("sleep", "object", "segfault", "reload"),
-    "latency": ("doctor", "history", "latest", "reset"),
-    "memory": ("usage", "stats", "doctor", "purge", "malloc-stats"),
-    "module": ("list", "load", "unload"),
-    "object": ("encoding", "freq", "idletime", "refcount"),
-    "pubsub": ("channels", "numpat", "numsub"),
-    "script": ("load", "exists", "flush", "kill", "debug"),
-    "slowlog": ("get", "len", "reset"),
-    "xgroup": ("create", "destroy", "setid", "delconsumer", "createconsumer"),
-    "xinfo": ("stream", "groups", "consumers"),
+    name: tuple(words.split())
+    for name, words in {
+        "acl": "list setuser getuser deluser users cat genpass whoami log load save",
+        "client": "list kill id info getname setname pause unblock tracking no-evict",
+        "cluster": "info nodes slots keyslot reset failover",
+        "command": "count info getkeys",
+        "config": "get set rewrite resetstat",
+        "debug": "sleep object segfault reload",
+        "latency": "doctor history latest reset",
+        "memory": "usage stats doctor purge malloc-stats",
+        "module": "list load unload",
+        "object": "encoding freq idletime refcount",
+        "pubsub": "channels numpat numsub",
+        "script": "load exists flush kill debug",
+        "slowlog": "get len reset",
+        "xgroup": "create destroy setid delconsumer createconsumer",
+        "xinfo": "stream groups consumers",
+    }.items()
 }
-
-
+"""Subcommands of Redis 6.2, by command."""
 REFUSALS = (
     # Texts of Redis 6.2, and of later ones.
     *("has no permissions to run the", "no permissions to run"),

@@ -319,26 +319,6 @@ async def keep_an_answer(client: redis.asyncio.Redis) -> None:
     assert not store.errors
 
 
-async def test_a_router_that_was_taken_over_cannot_change_the_index_with_its_commands(
-    flushed: Server,
-) -> None:
-    async with index_as(flushed.worker_url) as worker:
-        berth = await worker.register(RECORD, lease_seconds=10.0)
-        assert await worker.apply(berth, Batch(sequence=1, added=NAMES)) is ApplyResult.OK
-    with (
-        redis.Redis.from_url(flushed.process.url) as admin,
-        redis.Redis.from_url(flushed.router_url) as router,
-    ):
-        keys = admin.keys(f"{key_prefix(CLUSTER)}*")
-        before = {key: admin.dump(key) for key in keys}
-        assert len(before) > 5
-        for key in keys:
-            for command in (("APPEND", key, "x"), ("GETEX", key, "PX", 1), ("GETEX", key, "PERSIST")):
-                with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-                    router.execute_command(*command)
-        assert {key: admin.dump(key) for key in keys} == before
-
-
 async def many_holders(url: str) -> None:
     async with index_as(url) as index:
         for number in range(NUM_HOLDERS):

@@ -1,5 +1,4 @@
-"""`make install` takes what is asked for, the installed wheels bundle what is listed, and a registry out of reach stops no
-build."""
+"""`make install` takes what is asked for, wheels bundle what is listed, and no registry is needed to build."""
 
 import json
 import os

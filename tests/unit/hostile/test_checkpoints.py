@@ -1,8 +1,7 @@
 """Model folders from untrusted authors: refused at start by a sentence that names the file, and none of their code
 runs.
 
-Each way to spoil one is tried in this process, which is quicker. A few run as an operator meets them, with exit code
-and last words.
+Starts of processes on such a folder are in tests/nightly/hostile/test_starts.py.
 """
 
 import json
@@ -12,8 +11,6 @@ import re
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,6 @@ from tests.unit.router.rig import MODEL
 SHARD = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
-START_SECONDS = 120
 MAX_SENTENCE = 1_000
 Spoil = Callable[[Path], object]
 
@@ -50,23 +46,6 @@ MAKE_UNREADABLE: dict[str, Spoil] = {
 def folder(tmp_path: Path) -> Path:
     """A copy of the demo model, to be spoilt."""
     return Path(shutil.copytree(MODEL, tmp_path / "model"))
-
-
-def start(module: str, folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", module, "--model", str(folder), *more],
-        env={**os.environ, "BLOCKYARD_CLUSTER_SECRET": "x"},
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-
-
-def assert_refused(result: "subprocess.CompletedProcess[str]", named: str) -> None:
-    assert result.returncode == 1, result.stderr
-    assert named in result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
 
 
 def with_header(header: bytes, data: bytes = b"\0" * 64, *, length: int | None = None) -> Spoil:
@@ -175,28 +154,6 @@ def test_a_spoilt_checkpoint_is_refused_by_name(folder: Path, spoil: Spoil, name
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"),
-    [(with_header(b"{}", length=2 * 2**30), SHARD), (with_pickle("model.bin"), "pickled weights")],
-)
-def test_a_worker_of_a_spoilt_checkpoint_exits_1(folder: Path, spoil: Spoil, named: str) -> None:
-    spoil(folder)
-    assert_refused(start("blockyard.worker", folder, "--device", "cpu"), named)
-    assert not (folder / "it-ran").exists()
-
-
-EVIL = "from pathlib import Path\nPath(__file__).with_name('it-ran').touch()\nEvil = object\n"
-
-
-def with_code_for_tokenizer(folder: Path) -> None:
-    (folder / "evil.py").write_text(EVIL)
-    file = folder / "tokenizer_config.json"
-    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map, "tokenizer_class": "Evil"})
-    )
-
-
-@pytest.mark.parametrize(
     "spoil",
     [
         lambda folder: (folder / "tokenizer.json").write_text("{"),
@@ -211,19 +168,6 @@ def test_a_spoilt_tokenizer_is_refused_by_folder(folder: Path, spoil: Spoil) -> 
     spoil(folder)
     with pytest.raises(ValueError, match=re.escape(str(folder))):
         read_facts(folder, names=("x",), tokenizer=load_tokenizer(folder))
-
-
-def test_a_router_of_a_spoilt_folder_exits_1(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-    assert_refused(start("blockyard.router", folder), str(folder))
-
-
-def test_code_beside_a_tokenizer_never_runs(folder: Path) -> None:
-    """The library chooses whether it is refused, or served by the plain tokenizer in the same folder."""
-    with_code_for_tokenizer(folder)
-    loads = "from blockyard.proto.text import load_tokenizer; import sys; load_tokenizer(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", loads, str(folder)], capture_output=True, timeout=60, check=False)
-    assert not (folder / "it-ran").exists()
 
 
 @pytest.mark.parametrize("kind", MAKE_UNREADABLE)
@@ -271,13 +215,6 @@ def test_a_folder_of_many_files_is_refused(folder: Path, monkeypatch: pytest.Mon
     (folder / "more").touch()
     with pytest.raises(ValueError, match="so it is no model folder"):
         resolve_model(str(folder))
-
-
-@pytest.mark.parametrize("module", ["blockyard.worker", "blockyard.router"])
-def test_a_start_on_a_fifo_ends_with_a_sentence(folder: Path, module: str) -> None:
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-    assert_refused(start(module, folder), "config.json is no regular file")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])

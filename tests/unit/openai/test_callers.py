@@ -114,8 +114,8 @@ async def test_the_same_id_may_run_for_two_tenants(guarded: Gateway, tokens: Tok
 async def test_an_auth_file_that_cannot_be_read_is_503_until_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockyard.router.admission.token_file.POLL_SECONDS", 0.01)
-    monkeypatch.setattr("blockyard.router.admission.token_file.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("blockyard.router.admission.token_file.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("blockyard.router.admission.token_file.GRACE_SECONDS", 1.0)
     path, (token, made) = tmp_path / "tokens.json", new_token("ann", "admin")
     path.touch(mode=0o600)
     path.write_text(json.dumps([made]))

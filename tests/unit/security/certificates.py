@@ -13,22 +13,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = timedelta(days=1)
-MAY_SIGN = x509.KeyUsage(
-    **dict.fromkeys(
-        (
-            "digital_signature",
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    ),
-    key_cert_sign=True,
-    crl_sign=True,
+USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("encipher_only", "decipher_only"),
 )
+MAY_SIGN = x509.KeyUsage(**dict.fromkeys(USES, False), key_cert_sign=True, crl_sign=True)
 """Key usage of a CA. Python 3.13 rejects a CA without it, and a certificate that does not name its CA's key."""
 
 

@@ -44,15 +44,12 @@ def entry(name: str = "ann", **fields: object) -> dict[str, object]:
 def test_a_token_is_known_by_its_hash_and_found_with_its_principal() -> None:
     token, made = new_token("ann", "user", "acme")
     assert token not in json.dumps(made)
-    principal = parse_tokens(json.dumps([made, entry("bob")])).find(token)
-    assert principal == Principal(name="ann", role=Role.USER, tenant="acme")
-
-
-def test_who_has_no_tenant_is_one_of_his_own() -> None:
+    table = parse_tokens(json.dumps([made, entry("bob")]))
+    assert table.find(token) == Principal(name="ann", role=Role.USER, tenant="acme")
     token, made = new_token("ann", "user")
     principal = parse_tokens(json.dumps([made])).find(token)
     assert principal is not None
-    assert principal.tenant == "ann"
+    assert principal.tenant == "ann", "who has no tenant is one of his own"
 
 
 def test_the_live_pages_own_token_is_a_viewers_beside_the_files_and_stays_when_that_changes(
@@ -182,22 +179,24 @@ def write(path: Path, *entries: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o602, 0o620, 0o777])
-def test_a_file_for_everybody_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_for_everybody_that_is_not_there_or_no_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write(path, entry())
-    TokenFile(path)
-    path.chmod(0o640)
-    TokenFile(path)
-    path.chmod(mode)
-    with pytest.raises(ValueError, match=rf"{path} may be read by everybody .*mode {mode:04o}.*chmod 600"):
+    for mode in (0o600, 0o640):
+        path.chmod(mode)
         TokenFile(path)
-
-
-def test_a_file_that_is_not_there_or_no_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere cannot be read: No such file"):
-        TokenFile(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"cannot be read: Is a directory"):
-        TokenFile(tmp_path)
+    for mode in (0o644, 0o602, 0o620, 0o777):
+        path.chmod(mode)
+        with pytest.raises(
+            ValueError, match=rf"{path} may be read by everybody .*mode {mode:04o}.*chmod 600"
+        ):
+            TokenFile(path)
+    for missing, told in (
+        ("nowhere", "nowhere cannot be read: No such file"),
+        ("", "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            TokenFile(tmp_path / missing)
 
 
 class Clock:
@@ -274,57 +273,30 @@ def test_a_name_whose_tokens_have_all_expired_is_not_rotated() -> None:
     assert [entry["expires"] for entry in entries] == ["2029-12-31T23:01:00Z", "2030-01-01T00:00:00Z"]
 
 
-@pytest.mark.parametrize("overlap_seconds", [1e12, 1e15, float("inf"), float("nan")])
-def test_an_overlap_that_no_date_ends_is_refused(overlap_seconds: float) -> None:
+def test_an_overlap_that_no_date_ends_is_refused() -> None:
     made = new_token("ann", "user")[1]
-    with pytest.raises(ValueError, match="ends after the year 9999"):
-        rotated([made], "ann", overlap_seconds=overlap_seconds, now=datetime(2030, 1, 1, tzinfo=UTC))
-
-
-def test_an_empty_list_means_nobody(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.json"
-    token, made = new_token("ann", "user")
-    write(path, made)
-    file = TokenFile(path)
-    assert file.tokens.find(token) is not None
-    write(path)
-    file.refresh()
-    assert file.tokens.find(token) is None
-    assert len(TokenFile(path).tokens) == 0
+    for seconds in (1e12, 1e15, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="ends after the year 9999"):
+            rotated([made], "ann", overlap_seconds=seconds, now=datetime(2030, 1, 1, tzinfo=UTC))
 
 
 def _delete(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 
 
-def _open_to_all(path: Path) -> None:
-    path.chmod(0o644)
+HARMS: dict[str, Callable[[Path], object]] = {
+    "deleted": _delete,
+    "open to all": lambda path: path.chmod(0o644),
+    "spoilt": lambda path: path.write_text(path.read_text()[:-20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a pipe": lambda path: (_delete(path), os.mkfifo(path, 0o600)),
+    "a folder": lambda path: (_delete(path), path.mkdir()),
+}
 
 
-def _spoil(path: Path) -> None:
-    path.write_text(path.read_text()[:-20])
-
-
-def _replace_by_a_pipe(path: Path) -> None:
-    _delete(path)
-    os.mkfifo(path, 0o600)
-
-
-def _replace_by_a_folder(path: Path) -> None:
-    _delete(path)
-    path.mkdir()
-
-
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-HARMS = [_delete, _open_to_all, _spoil, _empty, _replace_by_a_pipe, _replace_by_a_folder]
-
-
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("harm", list(HARMS.values()), ids=list(HARMS))
 def test_a_file_that_cannot_be_used_means_nobody_after_the_grace_until_it_is_mended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], object]
 ) -> None:
     path, clock, (page_token, page) = tmp_path / "tokens.json", Clock(), new_token("page", "viewer")
     token, made = new_token("ann", "user")
@@ -369,9 +341,8 @@ def test_a_file_that_cannot_be_used_means_nobody_after_the_grace_until_it_is_men
 
 
 def test_a_file_that_comes_back_unchanged_is_good_again(tmp_path: Path) -> None:
-    path, clock = tmp_path / "tokens.json", Clock()
-    token, made = new_token("ann", "user")
-    write(path, made)
+    clock, (token, made) = Clock(), new_token("ann", "user")
+    write(path := tmp_path / "tokens.json", made)
     file = TokenFile(path, clock=clock)
     away = path.rename(tmp_path / "away")
     file.refresh()
@@ -395,7 +366,7 @@ async def test_a_look_that_hangs_is_a_file_that_cannot_be_read(
     monkeypatch.setattr(file, "_look", lambda: go_on.wait(60) and look())
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(file.follow())
-        await until(lambda: file._bad_since is not None, seconds=30)
+        await until(lambda: not file.is_good, seconds=30)
         clock.now += GRACE_SECONDS
         await until(lambda: file.tokens.find(token) is None, seconds=30)
         go_on.set()
@@ -425,13 +396,13 @@ async def test_a_router_that_stands_still_takes_no_good_token_away(
         following = tasks.create_task(file.follow())
         # An editor that has the file away for a moment, in which the router stands still.
         away = path.rename(tmp_path / "away")
-        await until(lambda: file._bad_since is not None, seconds=30)
+        await until(lambda: not file.is_good, seconds=30)
         still_seconds += 10 * GRACE_SECONDS
         looks = num_looks
         await until(lambda: num_looks > looks + 1, seconds=30)
         assert file.tokens.find(token) is not None
         away.rename(path)
-        await until(lambda: file._bad_since is None, seconds=30)
+        await until(lambda: file.is_good, seconds=30)
         assert file.tokens.find(token) is not None
         following.cancel()
 
@@ -461,10 +432,14 @@ def test_a_change_is_taken(tmp_path: Path) -> None:
     (ann, first), (bob, second) = new_token("ann", "user"), new_token("bob", "user")
     write(path, first)
     file = TokenFile(path)
-    assert file.tokens.find(bob) is None
-    write(path, second, first)
+    for entries, known in (
+        ((first,), [True, False]),
+        ((second, first), [True, True]),
+        ((second,), [False, True]),
+    ):
+        write(path, *entries)
+        file.refresh()
+        assert [file.tokens.find(token) is not None for token in (ann, bob)] == known
+    write(path)
     file.refresh()
-    assert file.tokens.find(bob) is not None
-    write(path, second)
-    file.refresh()
-    assert file.tokens.find(ann) is None, "a token that was taken out is no longer known"
+    assert len(file.tokens) == len(TokenFile(path).tokens) == 0, "an empty list means nobody"

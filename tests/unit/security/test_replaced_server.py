@@ -34,20 +34,10 @@ from .attacked_index import CLUSTER, MOST_LINES, NAMES, record
 
 Reply = bytes
 NUMBERS_AND_NOTHING = [
-    b"$-1\r\n",
-    b"*-1\r\n",
-    b"_\r\n",
-    b"#t\r\n",
-    b",nan\r\n",
-    b",inf\r\n",
-    b"(" + b"9" * 30 + b"\r\n",
+    *(b"$-1\r\n", b"*-1\r\n", b"_\r\n", b"#t\r\n", b",nan\r\n", b",inf\r\n", b"(" + b"9" * 30 + b"\r\n")
 ]
 WORDS = [
-    b"+OK\r\n",
-    b"+DUPLICATE\r\n",
-    b"$2\r\nOK\r\n",
-    b"-NOSCRIPT none\r\n",
-    b"-OOM full\r\n",
+    *(b"+OK\r\n", b"+DUPLICATE\r\n", b"$2\r\nOK\r\n", b"-NOSCRIPT none\r\n", b"-OOM full\r\n"),
     b"-ERR %s\r\n" % (b"x" * 5000),
 ]
 NO_REPLIES = [b"*1\r\n" * 3000 + b":1\r\n", b":x\r\n", b"?\r\n", b"HTTP/1.1 400 Bad Request\r\n"]
@@ -123,17 +113,9 @@ async def test_whatever_a_replaced_server_answers_is_an_answer_of_ours_or_a_fail
 
 
 CHUNK_BYTES = 1 << 20
-
-
 FLOOD_CHUNKS = 256
-
-
 MAX_TRACED_BYTES = 16 << 20
-
-
 """Bound on traced memory while 256 MiB are flooded. The test's own server holds some of it too."""
-
-
 FLOODS = {
     "one string": (b"$2000000000\r\n", b"x" * CHUNK_BYTES),
     "one verbatim string": (b"=2000000000\r\n", b"x" * CHUNK_BYTES),
