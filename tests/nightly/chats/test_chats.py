@@ -58,12 +58,7 @@ class Model:
 
     def prompt(self, body: dict[str, Any]) -> ChatPrompt:
         """Return the prompt that a body of /v1/chat/completions becomes."""
-        wanted = chat_wanted(
-            {"model": "m", **body},
-            AnswerFormat(
-                tools=HERMES,
-            ),
-        )
+        wanted = chat_wanted({"model": "m", **body}, AnswerFormat(tools=HERMES))
         return valid_chat(wanted.requests[0].chat)
 
     @cached_property
@@ -121,112 +116,73 @@ def tool(name: str = "look_up", description: str = "Look it up.", **properties: 
 
 
 ODD = {"price>": 5, "filter[status]": ["a<b", "->"], "<": "|", "$ref": {"a\n": "\n\n"}, "ключ": "é"}
-ODD_TOOL = tool(
-    "filter",
-    **{
-        "filter[status]": {
-            "type": "string",
-            "enum": ["<5", ">=5", "[a]"],
-            "description": "a < b, b > [c] |d|",
-        }
-    },
-)
+ODD_ENUM = {"type": "string", "enum": ["<5", ">=5", "[a]"], "description": "a < b, b > [c] |d|"}
+ODD_TOOL = tool("filter", **{"filter[status]": ODD_ENUM})
 CODE = "for (i = 0; i < n; i++) {\n\tx[i] -> <b>y</b> | z;\n}\n\n<|not a token|> [/x] <\uff5c\uff5c> ```\n"
 HAIKU = user("Write a haiku.\nIn English.")
+SYSTEM = {"role": "system", "content": "Be brief.\n\n<rules>\n- none\n</rules>"}
+ODD_TEXT = "naïve 😀 \u202e العربية \U000f0000\ue000 ≮ ≯ K"
+
+
+def talk(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **fields}
+
+
+def part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def thinking(thought: Any) -> dict[str, Any]:
+    return said([{"type": "thinking", "thinking": thought}, part("Hi.")])
+
+
+def calls(arguments: Any, content: Any = None, **fields: Any) -> dict[str, Any]:
+    return said(content, tool_calls=called(arguments), **fields)
+
+
+BAD_ID = said("", tool_calls=[{**called("{}")[0], "id": "x"}])
+THOUGHT = "<think>\nLet me see: a -> b\n</think>\n\nHi."
+ONE, ODDS = {"tools": [tool()]}, {"tools": [ODD_TOOL]}
+GOES_ON = {"continue_final_message": True}
 BODIES: dict[str, dict[str, Any]] = {
-    "haiku": {"messages": [HAIKU]},
-    "spaces": {"messages": [user(" \n a \t b\n\n\n  c \n")]},
-    "system": {"messages": [{"role": "system", "content": "Be brief.\n\n<rules>\n- none\n</rules>"}, HAIKU]},
-    "developer": {"messages": [{"role": "developer", "content": "a > b"}, HAIKU]},
-    "code": {"messages": [user(CODE), said(CODE), user(CODE)]},
-    "unicode": {"messages": [user("naïve 😀 \u202e العربية \U000f0000\ue000 ≮ ≯ K"), said("é é"), user("ﬁ")]},
-    "parts": {
-        "messages": [user([{"type": "text", "text": "a <\nb"}]), said([{"type": "text", "text": "x"}]), HAIKU]
-    },
-    "two systems": {
-        "messages": [{"role": "system", "content": "a"}, HAIKU, {"role": "system", "content": "b"}, HAIKU]
-    },
-    "user twice": {"messages": [HAIKU, HAIKU]},
-    "answer first": {"messages": [said("Hi."), HAIKU]},
-    "tools": {"messages": [HAIKU], "tools": [tool(), ODD_TOOL]},
-    "call": {
-        "messages": [HAIKU, said(tool_calls=called({"word": "x"})), result("1"), said("One."), HAIKU],
-        "tools": [tool()],
-    },
-    "open call": {
-        "messages": [HAIKU, said(tool_calls=called(ODD)), result('{"a": "<b>"}')],
-        "tools": [ODD_TOOL],
-    },
-    "odd keys": {
-        "messages": [HAIKU, said("See:", tool_calls=called(ODD)), result("->"), said("["), user("]")],
-        "tools": [ODD_TOOL],
-    },
-    "bad id": {
-        "messages": [
-            HAIKU,
-            said("", tool_calls=[{**called("{}")[0], "id": "x"}]),
-            {**result("1"), "tool_call_id": "x"},
-        ]
-    },
-    "cut call": {"messages": [HAIKU, said("", tool_calls=called('{"a": "<')), result("1"), user("Go on.")]},
-    "reasoning_content": {"messages": [HAIKU, said("Hi.", reasoning_content="a -> b"), user("And <this>?")]},
-    "reasoning": {"messages": [HAIKU, said("Hi.", reasoning="a -> b\n"), HAIKU]},
-    "thinking parts": {
-        "messages": [
-            HAIKU,
-            said([{"type": "thinking", "thinking": "a -> b"}, {"type": "text", "text": "Hi."}]),
-            HAIKU,
-        ]
-    },
-    "nested thinking": {
-        "messages": [
-            HAIKU,
-            said(
-                [
-                    {"type": "thinking", "thinking": [{"type": "text", "text": "->"}]},
-                    {"type": "text", "text": "Hi."},
-                ]
-            ),
-            HAIKU,
-        ]
-    },
-    "inline": {"messages": [HAIKU, said("<think>\nLet me see: a -> b\n</think>\n\nHi."), HAIKU]},
-    "inline, unclosed": {"messages": [HAIKU, said("<think>\nLet me"), HAIKU]},
-    "inline, without its begin": {"messages": [HAIKU, said("so\n</think>\nHi."), HAIKU]},
-    "inline beside a call": {
-        "messages": [
-            HAIKU,
-            said("<think>\na > b\n</think>\n\n", tool_calls=called({"price>": 5})),
-            result("1"),
-        ],
-        "tools": [tool()],
-    },
-    "reasoning beside a call": {
-        "messages": [
-            HAIKU,
-            said(reasoning_content="a <- b", tool_calls=called(ODD)),
-            result("1"),
-            said("x"),
-            HAIKU,
-        ],
-        "tools": [ODD_TOOL],
-    },
-    "reasoning in a loop of tools": {
-        "messages": [HAIKU, said("", reasoning_content="so ->", tool_calls=called({})), result("->")],
-        "tools": [tool()],
-    },
-    "prefilled": {"messages": [HAIKU, said("Leaves < fall")], "continue_final_message": True},
-    "prefilled reasoning": {"messages": [HAIKU, said("<think>\nLet me")], "continue_final_message": True},
-    "prefilled after reasoning": {
-        "messages": [HAIKU, said("<think>\na\n</think>\n\nSo > it")],
-        "continue_final_message": True,
-    },
-    "no generation prompt": {"messages": [HAIKU, said("x >")], "add_generation_prompt": False},
-    "thinking off": {"messages": [HAIKU], "chat_template_kwargs": {"enable_thinking": False}},
-    "variables": {
-        "messages": [HAIKU],
-        "chat_template_kwargs": {"date_string": "1 > 0", "model_identity": "<me>"},
-    },
+    "haiku": talk(HAIKU),
+    "spaces": talk(user(" \n a \t b\n\n\n  c \n")),
+    "system": talk(SYSTEM, HAIKU),
+    "developer": talk({"role": "developer", "content": "a > b"}, HAIKU),
+    "code": talk(user(CODE), said(CODE), user(CODE)),
+    "unicode": talk(user(ODD_TEXT), said("é é"), user("ﬁ")),
+    "parts": talk(user([part("a <\nb")]), said([part("x")]), HAIKU),
+    "two systems": talk({"role": "system", "content": "a"}, HAIKU, {"role": "system", "content": "b"}, HAIKU),
+    "user twice": talk(HAIKU, HAIKU),
+    "answer first": talk(said("Hi."), HAIKU),
+    "tools": talk(HAIKU, tools=[tool(), ODD_TOOL]),
+    "call": talk(HAIKU, calls({"word": "x"}), result("1"), said("One."), HAIKU, **ONE),
+    "open call": talk(HAIKU, calls(ODD), result('{"a": "<b>"}'), **ODDS),
+    "odd keys": talk(HAIKU, calls(ODD, "See:"), result("->"), said("["), user("]"), **ODDS),
+    "bad id": talk(HAIKU, BAD_ID, {**result("1"), "tool_call_id": "x"}),
+    "cut call": talk(HAIKU, calls('{"a": "<', ""), result("1"), user("Go on.")),
+    "reasoning_content": talk(HAIKU, said("Hi.", reasoning_content="a -> b"), user("And <this>?")),
+    "reasoning": talk(HAIKU, said("Hi.", reasoning="a -> b\n"), HAIKU),
+    "thinking parts": talk(HAIKU, thinking("a -> b"), HAIKU),
+    "nested thinking": talk(HAIKU, thinking([part("->")]), HAIKU),
+    "inline": talk(HAIKU, said(THOUGHT), HAIKU),
+    "inline, unclosed": talk(HAIKU, said("<think>\nLet me"), HAIKU),
+    "inline, without its begin": talk(HAIKU, said("so\n</think>\nHi."), HAIKU),
+    "inline beside a call": talk(
+        HAIKU, calls({"price>": 5}, "<think>\na > b\n</think>\n\n"), result("1"), **ONE
+    ),
+    "reasoning beside a call": talk(
+        HAIKU, calls(ODD, reasoning_content="a <- b"), result("1"), said("x"), HAIKU, **ODDS
+    ),
+    "reasoning in a loop of tools": talk(
+        HAIKU, calls({}, "", reasoning_content="so ->"), result("->"), **ONE
+    ),
+    "prefilled": talk(HAIKU, said("Leaves < fall"), **GOES_ON),
+    "prefilled reasoning": talk(HAIKU, said("<think>\nLet me"), **GOES_ON),
+    "prefilled after reasoning": talk(HAIKU, said("<think>\na\n</think>\n\nSo > it"), **GOES_ON),
+    "no generation prompt": talk(HAIKU, said("x >"), add_generation_prompt=False),
+    "thinking off": talk(HAIKU, chat_template_kwargs={"enable_thinking": False}),
+    "variables": talk(HAIKU, chat_template_kwargs={"date_string": "1 > 0", "model_identity": "<me>"}),
 }
 
 
@@ -377,7 +333,6 @@ def test_a_prefilled_answer_is_read_from_its_beginning(model: Model) -> None:
             assert merged([*parser.push(text), *parser.finish()]) == events
 
 
-@pytest.mark.quick_cases(1)
 def test_the_guard_costs_one_more_rendering_and_two_more_encodings_at_most(model: Model) -> None:
     """Counted in calls of the chat template, and in characters encoded."""
     encoder, renders, encoded = PromptEncoder(model.tokenizer), 0, 0

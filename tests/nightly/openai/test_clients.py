@@ -49,7 +49,7 @@ def said(client: str, url: str, folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("client", ["litellm", "langchain", "guidellm", "agents", "responses"])
+@pytest.mark.parametrize("client", ["litellm", "langchain", "guidellm", "agents"])
 def test_a_client_does_what_it_does_elsewhere(client: str, url: str, tmp_path: Path) -> None:
     said(client, url, tmp_path)
 

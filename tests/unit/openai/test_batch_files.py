@@ -19,20 +19,14 @@ from .rig import CHAT, Gateway, ended, jsonl, line, running_gateway, started, un
 async def test_a_file_comes_back_as_it_went(batch_client: AsyncOpenAI) -> None:
     content = jsonl(line("a")) * 3000
     made = await batch_client.files.create(file=("../../etc/passwd", content), purpose="batch")
-    assert (made.bytes, made.purpose, made.status, made.object) == (
-        len(content),
-        "batch",
-        "processed",
-        "file",
-    )
+    assert (made.bytes, made.purpose, made.status) == (len(content), "batch", "processed")
+    assert made.object == "file"
     assert (await batch_client.files.content(made.id)).content == content
     assert await batch_client.files.retrieve(made.id) == made
     others = [await uploaded(batch_client, b"{}\n") for _ in range(3)]
     listed = [one.id async for one in batch_client.files.list(limit=2, purpose="batch")]
     assert {made.id, *(one.id for one in others)} <= set(listed)
     assert len(listed) == len(set(listed))
-    with pytest.raises(openai.BadRequestError, match="order: must be asc or desc"):
-        await batch_client.files.list(extra_query={"order": "up"})
     assert (await batch_client.files.delete(made.id)).deleted
     with pytest.raises(openai.NotFoundError) as refused:
         await batch_client.files.content(made.id)
@@ -50,33 +44,27 @@ async def test_an_id_that_is_not_ours_finds_nothing(batching: Gateway, file_id: 
             assert answer.status in (400, 404, 405), (verb, path)
 
 
+def part(disposition: str, content: bytes) -> bytes:
+    return f"--b\r\nContent-Disposition: form-data; {disposition}\r\n\r\n".encode() + content + b"\r\n"
+
+
+FILE, PURPOSE = part('name="file"; filename="f"', b"{}"), part('name="purpose"', b"batch")
+FORM = "multipart/form-data; boundary=b"
+
+
 @pytest.mark.parametrize(
     ("body", "media_type", "status"),
     [
         (b"x", "application/json", 415),
         (b"x", "multipart/form-data", 415),
         (b"x", "multipart/form-data; boundary=", 400),
-        (b"x", "multipart/form-data; boundary=b", 400),
-        (b"--b\r\n\r\nx\r\n--b--\r\n", "multipart/form-data; boundary=b", 400),
-        (b"--b--\r\n", "multipart/form-data; boundary=b", 400),
-        (b"--b\r\n" * 100, "multipart/form-data; boundary=b", 400),
-        (
-            b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n--b--\r\n',
-            "multipart/form-data; boundary=b",
-            400,
-        ),
-        (
-            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n',
-            "multipart/form-data; boundary=b",
-            400,
-        ),
-        (
-            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-            + b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n' * 2
-            + b"--b--\r\n",
-            "multipart/form-data; boundary=b",
-            400,
-        ),
+        (b"x", FORM, 400),
+        (b"--b\r\n\r\nx\r\n--b--\r\n", FORM, 400),
+        (b"--b--\r\n", FORM, 400),
+        (b"--b\r\n" * 100, FORM, 400),
+        (FILE + b"--b--\r\n", FORM, 400),
+        (PURPOSE + b"--b--\r\n", FORM, 400),
+        (PURPOSE + FILE + FILE + b"--b--\r\n", FORM, 400),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
@@ -126,20 +114,20 @@ def test_a_record_that_cannot_be_read_hides_no_other_and_is_logged_once(
     assert len(logged) == len(contents)
 
 
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("limit", ["0", "1001", "x", "", "-1", "000000001" + "9" * 5000])
-async def test_a_wrong_limit_of_a_list_is_refused(batching: Gateway, limit: str) -> None:
-    for path in ("/v1/files", "/v1/batches"):
-        answer = await batching.get(f"{path}?limit={limit}")
-        assert (answer.status, answer.error["param"]) == (400, "limit")
+WRONG = {
+    "limit": ("0", "1001", "x", "", "-1", "000000001" + "9" * 5000),
+    "after": ("", "x", "../owner.lock", "file-1"),
+    "order": ("up",),
+}
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("after", ["", "x", "../owner.lock", "file-1"])
-async def test_a_list_behind_what_is_no_id_is_refused(batching: Gateway, after: str) -> None:
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_query_of_a_list_is_refused(batching: Gateway, name: str) -> None:
     for path in ("/v1/files", "/v1/batches"):
-        answer = await batching.get(f"{path}?after={after}")
-        assert (answer.status, answer.error["param"]) == (400, "after")
+        for value in WRONG[name]:
+            answer = await batching.get(f"{path}?{name}={value}")
+            assert (answer.status, answer.error["param"]) == (400, name), value
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -30,11 +30,7 @@ async def test_a_prompt_may_be_text_or_tokens(client: AsyncOpenAI, worker: FakeW
         assert answer.choices[0].text == expected_text(4, 9)
         assert (answer.object, answer.choices[0].finish_reason) == ("text_completion", "length")
     assert unpack_tokens(worker.submits[1].token_ids) == [11, 12, 13]
-
-
-async def test_without_max_tokens_there_are_16(client: AsyncOpenAI, worker: FakeWorker) -> None:
-    answer = await client.completions.create(model="demo", prompt="x")
-    assert answer.usage.completion_tokens == 16
+    assert (await client.completions.create(model="demo", prompt="x")).usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -44,12 +40,8 @@ async def test_several_prompts_are_one_answer_with_an_index_for_each_output(
     wanted = {"model": "demo", "prompt": ["a", "b b b b", [7, 8]], "n": 2, "max_tokens": 6, "seed": 1}
     texts = dict.fromkeys(range(6), "")
     if stream:
-        chunks = [
-            chunk
-            async for chunk in await client.completions.create(
-                **wanted, stream=True, stream_options={"include_usage": True}
-            )
-        ]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await client.completions.create(**wanted, **options)]
         usage = chunks[-1].usage
         for chunk in chunks[:-1]:
             texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -145,14 +137,9 @@ async def test_special_tokens_are_told_if_asked(client: AsyncOpenAI, gateway: Ga
     special = worker_of_model("a", script=lambda submit: Script(tokens=(start, space, start, start)))
     async with gateway.router.workers(special):
         for skip, text in ((True, ""), (False, "<|im_start|>")):
-            answer = await client.completions.create(
-                model="demo",
-                prompt="x",
-                max_tokens=4,
-                logprobs=0,
-                stream=stream,
-                extra_body={"skip_special_tokens": skip},
-            )
+            asked = {"prompt": "x", "max_tokens": 4, "logprobs": 0, "stream": stream}
+            extra = {"skip_special_tokens": skip}
+            answer = await client.completions.create(model="demo", **asked, extra_body=extra)
             choices = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
             whole = "".join(choice.text for choice in choices)
             assert whole.replace(" a", "") == text * 3
@@ -183,10 +170,8 @@ async def test_requests_may_use_each_name_of_the_model_and_answers_have_the_firs
             assert (await gateway.router.inference.Tokenize(wanted)).token_ids
         assert [model.id for model in (await client.models.list()).data] == ["acme/demo", "demo"]
         listed = await gateway.router.inference.ListModels(inference_pb2.ListModelsRequest())
-        assert [(model.id, model.max_model_len) for model in listed.models] == [
-            ("acme/demo", 512),
-            ("demo", 512),
-        ]
+        models = {model.id: model.max_model_len for model in listed.models}
+        assert models == {"acme/demo": 512, "demo": 512}
         with pytest.raises(NotFoundError):
             await client.completions.create(model="acme", prompt="x")
 
@@ -238,33 +223,22 @@ async def test_an_echo_of_tokens_and_of_several_prompts_is_their_text(
     assert [choice.text for choice in answer.choices] == ["a b", "a b", "c d e", "c d e"]
     assert answer.usage.completion_tokens == 0
     assert all(choice.logprobs is None for choice in answer.choices)
-    assert all(
-        choice.model_extra is None or "prompt_token_ids" not in choice.model_extra
-        for choice in answer.choices
-    )
+    assert not any("prompt_token_ids" in (choice.model_extra or ()) for choice in answer.choices)
     shown = await client.completions.create(
         model="demo", prompt=[ids], max_tokens=2, seed=3, echo=True, extra_body={"return_token_ids": True}
     )
     (choice,) = shown.choices
     assert choice.text == "import os" + expected_text(3, 2)
-    assert (choice.model_extra["prompt_token_ids"], choice.model_extra["token_ids"]) == (
-        ids,
-        expected_tokens(3, 2, 0),
-    )
+    assert choice.model_extra["prompt_token_ids"] == ids
+    assert choice.model_extra["token_ids"] == expected_tokens(3, 2, 0)
 
 
 async def test_an_echo_of_a_truncated_prompt_is_what_was_kept(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
-    answer = await client.completions.create(
-        model="demo",
-        prompt="one two three four",
-        max_tokens=0,
-        echo=True,
-        extra_body={"truncate_prompt_tokens": 2},
-    )
-    (submit,) = worker.submits
-    kept = unpack_tokens(submit.token_ids)
+    asked = {"prompt": "one two three four", "max_tokens": 0, "echo": True}
+    answer = await client.completions.create(model="demo", **asked, extra_body={"truncate_prompt_tokens": 2})
+    kept = unpack_tokens(worker.submits[0].token_ids)
     assert (len(kept), answer.choices[0].text) == (2, load_tokenizer(MODEL).decode(kept))
 
 

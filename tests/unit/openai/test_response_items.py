@@ -92,33 +92,29 @@ def test_reasoning_tokens_are_those_whose_text_is_reasoning(text: str, reasoning
     assert output.usage()["output_tokens_details"]["reasoning_tokens"] == reasoning
 
 
+def call_of(call_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+
+
+def output_of(call_id: str, output: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def texts(kind: str, *said: str) -> list[dict[str, str]]:
+    return [{"type": kind, "text": text} for text in said]
+
+
 def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> None:
-    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": texts("reasoning_text", "Hm.")}
     items = read_input(
         "input",
         [
             {"role": "developer", "content": "Be brief."},
-            {
-                "role": "user",
-                "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
-            },
-            {
-                "type": "reasoning",
-                "id": "rs_1",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "Hm."}],
-            },
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-            call,
-            {**call, "call_id": "c2"},
-            {"type": "function_call_output", "call_id": "c1", "output": "1"},
-            {
-                "type": "function_call_output",
-                "call_id": "c2",
-                "output": [{"type": "input_text", "text": "2"}],
-            },
-            {**call, "call_id": "c3"},
-            {"type": "function_call_output", "call_id": "c3", "output": "3"},
+            {"role": "user", "content": texts("input_text", "a", "b")},
+            thought,
+            {"type": "message", "role": "assistant", "content": texts("output_text", "I look.")},
+            *(call_of("c1"), call_of("c2"), output_of("c1", "1"), output_of("c2", texts("input_text", "2"))),
+            *(call_of("c3"), output_of("c3", "3")),
             {"role": "assistant", "content": "Yes."},
             {"role": "assistant", "content": "No."},
         ],
@@ -143,63 +139,26 @@ def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> No
 @pytest.mark.parametrize("before", ["", "I look."])
 @pytest.mark.parametrize("after", ["", "And on."])
 def test_text_behind_calls_stays_in_their_message_so_that_results_can_follow(before: str, after: str) -> None:
-    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
-    items = read_input(
-        "input",
-        [
-            {"role": "user", "content": "a"},
-            *([{"role": "assistant", "content": before}] if before else []),
-            call,
-            {"role": "assistant", "content": after},
-            call | {"call_id": "c2"},
-            {"type": "function_call_output", "call_id": "c1", "output": "1"},
-            {"type": "function_call_output", "call_id": "c2", "output": "2"},
-        ],
-        ALONE,
-    )
+    said = [{"role": "user", "content": "a"}, *([{"role": "assistant", "content": before}] if before else [])]
+    said += [call_of("c1"), {"role": "assistant", "content": after}, call_of("c2")]
+    items = read_input("input", [*said, output_of("c1", "1"), output_of("c2", "2")], ALONE)
     user, answer, *results = chat_messages(items)
     assert (user["role"], answer["role"], answer["content"]) == ("user", "assistant", before + after or None)
-    assert (
-        [one["id"] for one in answer["tool_calls"]]
-        == [one["tool_call_id"] for one in results]
-        == ["c1", "c2"]
-    )
-    chat = (
-        read_request({"input": items}).wanted(items, FORMAT, can_store=True, can_seal=True).requests[0].chat
-    )
+    ids = [one["id"] for one in answer["tool_calls"]]
+    assert ids == [one["tool_call_id"] for one in results] == ["c1", "c2"]
+    wanted = read_request({"input": items}).wanted(items, FORMAT, can_store=True, can_seal=True)
+    chat = wanted.requests[0].chat
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "tool"]
 
 
 KEYS = (
-    *(
-        "type",
-        "role",
-        "content",
-        "id",
-        "call_id",
-        "name",
-        "arguments",
-        "output",
-        "summary",
-        "text",
-        "tools",
-        "mode",
-    ),
-    *("format", "schema", "strict", "description", "parameters", "effort", "verbosity"),
+    *("type", "role", "content", "id", "call_id", "name", "arguments", "output", "summary", "text", "tools"),
+    *("mode", "format", "schema", "strict", "description", "parameters", "effort", "verbosity"),
 )
+WORDS = st.sampled_from(["message", "reasoning", "function", "json_object", "json_schema", "\ud800"])
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.text(max_size=4)
-    | st.sampled_from(["message", "reasoning", "function", "json_object", "json_schema", "\ud800"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(KEYS),
-            inner,
-        )
-    ),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
     max_leaves=12,
 )
 FIELD = st.sampled_from(

@@ -178,7 +178,6 @@ def write(path: Path, *entries: dict[str, object]) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000_000 * len(entries)))
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o602, 0o620, 0o777])
 def test_a_file_for_everybody_that_is_not_there_or_no_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write(path, entry())
