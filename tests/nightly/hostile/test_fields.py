@@ -96,27 +96,17 @@ SAMPLINGS = (
     sampling("5,000 biases", logit_bias=dict.fromkeys(range(4_000), 1.0)),
     sampling("no token allowed", "allowed_token_ids", allowed_token_ids=[5, 6], bad_token_ids=[5, 6]),
 )
-STRUCTURED = tuple(
-    sampling(f"{kind} {text[:12]}", structured_output={kind: text})
-    for kind, texts in {
-        "regex": ("a" * 2**20, "(?<=a)b", f"({CANARY}", "((a{1,500}){1,500}){1,500}"),
-        "json_schema": (
-            *(f'{{"{CANARY}": ', '{"const": NaN}', f'{{"type": "{CANARY}"}}', "false", '{"$ref": "#"}'),
-            *('{"$ref": "file:///etc/passwd"}', '{"items":' * 5_000 + "{}" + "}" * 5_000),
-        ),
-    }.items()
-    for text in texts
-) + (
-    # It compiles, but following it costs more than an output may, so no token is left to choose. Other draws end
-    # before.
-    Row(
-        name="repeated repetition",
-        request={
-            "prompt": "x",
-            "sampling": {"seed": 7, "structured_output": {"regex": "(x{1,1000}){1,1000}"}},
-        },
-        fields=("sampling.structured_output",),
-    ),
+EXPRESSIONS = ("a" * 2**20, "(?<=a)b", f"({CANARY}", "((a{1,500}){1,500}){1,500}")
+SCHEMAS = (
+    *(f'{{"{CANARY}": ', '{"const": NaN}', f'{{"type": "{CANARY}"}}', "false", '{"$ref": "#"}'),
+    *('{"$ref": "file:///etc/passwd"}', '{"items":' * 5_000 + "{}" + "}" * 5_000),
+)
+# It compiles, but following it costs more than an output may, so no token is left to choose. Other draws end before.
+COSTLY = {"seed": 7, "structured_output": {"regex": "(x{1,1000}){1,1000}"}}
+STRUCTURED = (
+    *(sampling(f"regex {text[:12]}", structured_output={"regex": text}) for text in EXPRESSIONS),
+    *(sampling(f"schema {text[:12]}", structured_output={"json_schema": text}) for text in SCHEMAS),
+    prompt("a costly regex", "sampling.structured_output", prompt="x", sampling=COSTLY),
 )
 NAMES = ("a" * 2**20, "a\nb", CANARY)
 IDS = (

@@ -143,10 +143,10 @@ async def test_any_size_keeps_the_direction_of_its_first_numbers(
 async def test_many_inputs_are_one_call_with_a_bounded_number_at_once(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
-    texts = [f"x = {number}" for number in range(100)]
+    texts = [f"x = {number}" for number in range(70)]
     answer = await client.embeddings.create(model="demo", input=texts)
     assert [item.embedding for item in answer.data] == [embedding_of(text) for text in texts]
-    assert len({submit.request_id for submit in worker.submits}) == 100
+    assert len({submit.request_id for submit in worker.submits}) == 70
 
 
 async def test_an_answer_has_a_bounded_number_of_numbers(
@@ -227,23 +227,20 @@ async def test_an_embedding_model_refuses_to_generate(
     embedder: Gateway, worker: FakeWorker, path: str, body: dict[str, Any]
 ) -> None:
     answer = await embedder.post(body, path)
-    assert answer.status == 400
     assert answer.error["message"] == "model: is an embedding model, which generates no text"
-    assert (answer.error["code"], answer.error["param"]) == ("unsupported", "model")
-    call = embedder.router.inference.Generate(inference_pb2.GenerateRequest(prompt="a"))
-    error = await refused(call)
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert (reason_of(error), fields_of(error)) == ("UNSUPPORTED", ["model"])
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported", "model")
+    error = await refused(embedder.router.inference.Generate(inference_pb2.GenerateRequest(prompt="a")))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert fields_of(error) == ["model"]
     assert not worker.submits
 
 
 async def test_a_model_that_generates_refuses_to_embed() -> None:
     async with running_gateway() as gateway, gateway.router.workers(worker_of_model("a")) as (worker,):
         answer = await gateway.post({"input": "a"}, EMBEDDINGS)
-        assert answer.status == 400
         assert answer.error["message"] == "model: generates text, and is no embedding model"
         error = await refused(gateway.router.inference.Embed(inference_pb2.EmbedRequest(prompt="a")))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (answer.status, error.code()) == (400, grpc.StatusCode.UNIMPLEMENTED)
         assert not worker.submits
 
 

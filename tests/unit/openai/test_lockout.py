@@ -70,11 +70,8 @@ async def test_a_tenant_whose_calls_hang_on_the_disk_locks_nobody_out(
             for call in calls:
                 if call.done():
                     told = call.result()
-                    assert (told.status, told.error["code"], "retry-after" in told.headers) == (
-                        429,
-                        "overloaded",
-                        True,
-                    )
+                    assert (told.status, told.error["code"]) == (429, "overloaded")
+                    assert told.headers["retry-after"]
             assert num_blocked == 1, "one thread for one client"
             for name in ("bob", "ada"):
                 assert (await listed(gateway, tokens.of[name])).status == 200
@@ -88,8 +85,7 @@ async def test_a_tenant_whose_calls_hang_on_the_disk_locks_nobody_out(
 
 
 async def listed(gateway: Gateway, token: str) -> Answer:
-    head = f"GET /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n\r\n"
-    return await gateway.raw(head.encode())
+    return await gateway.get("/v1/files", authorization=f"Bearer {token}")
 
 
 async def accepts(gateway: Gateway, token: str) -> bool:
@@ -136,9 +132,8 @@ async def test_a_page_of_a_list_reads_no_record_but_its_own(
         return read_bytes(self)
 
     async with running_gateway(batch_dir=str(tmp_path)) as gateway, gateway.client() as client:
-        await uploaded(
-            client, b"{}"
-        )  # the folder's owner has read the batches by then, or reads none any more
+        # The folder's owner has read the batches by then, or reads none any more.
+        await uploaded(client, b"{}")
         monkeypatch.setattr(Path, "read_bytes", noted)
         for path in ("files", "batches"):
             del reads[:]
@@ -255,10 +250,8 @@ async def test_lines_of_a_cancelled_batch_keep_the_promised_room(
         await client.batches.cancel(batch.id)
         done = await ended(client, batch)
         assert lines_bytes(tmp_path) <= room
-        assert (done.status, [one.code for one in (done.errors and done.errors.data) or ()]) in (
-            ("failed", ["storage_limit"]),
-            ("cancelled", ["storage_limit"]),
-        )
+        assert done.status in ("failed", "cancelled")
+        assert [one.code for one in (done.errors and done.errors.data) or ()] == ["storage_limit"]
         assert 0 < len(await answers(client, done.error_file_id)) < 40
 
 
@@ -307,23 +300,19 @@ def test_what_an_interrupted_router_left_takes_no_room_for_ever(tmp_path: Path) 
     assert [path.exists() for path in (tenant.path(kept.id), new, *left)] == [True, True, False, False]
 
 
-async def test_a_tenant_leaves_as_much_of_the_disk_as_it_takes(
+def test_a_tenant_leaves_as_much_of_the_disk_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "LEAST_FREE_BYTES", 0)
     monkeypatch.setattr(store, "MAX_FILE_BYTES", 100)
     monkeypatch.setattr(shutil, "disk_usage", FakeUsage(tmp_path, 1000))
     batches = Store(tmp_path)
-
-    def fill(name: str, num_bytes: int) -> None:
+    for name, num_bytes in (("a", 500), ("b", 250), ("c", 125)):
         sent = batches.of(name).upload(store.drawn_file_id())
         sent.begin()
         sent.write(b"x" * num_bytes)
         with pytest.raises(LimitPassed, match="no room for more files of this tenant"):
             sent.write(b"x")
-
-    for name, num_bytes in (("a", 500), ("b", 250), ("c", 125)):
-        fill(name, num_bytes)
 
 
 async def test_a_tenant_that_waits_for_its_responses_takes_no_turn_of_others(

@@ -305,31 +305,21 @@ async def test_count_tokens_takes_what_makes_the_prompt_alone(gateway: Gateway, 
     assert json.loads(refused.body)["error"]["message"] == "max_tokens: Extra inputs are not permitted"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "status", "kind"),
-    [
-        ("/v1/messages", {**ASKED, "model": "claude-x"}, {}, 404, "not_found_error"),
-        ("/v1/messages", b"{", {}, 400, "invalid_request_error"),
-        ("/v1/messages", b" " * 20_000_000, {}, 413, "request_too_large"),
-        ("/v1/messages", ASKED, {"content_type": "text/plain"}, 415, "invalid_request_error"),
-        ("/v1/messages", ASKED, {"x_request_id": "two words"}, 400, "invalid_request_error"),
-        ("/v1/messages/batches", ASKED, {}, 404, "not_found_error"),
-        ("/v1/messages/count_tokens", {"messages": []}, {}, 400, "invalid_request_error"),
-    ],
-)
-async def test_errors_have_anthropics_form(
-    gateway: Gateway,
-    worker: FakeWorker,
-    path: str,
-    body: Any,
-    headers: dict[str, str],
-    status: int,
-    kind: str,
-) -> None:
-    answer = await gateway.post(body, path, **headers)
-    told = json.loads(answer.body)
-    assert (answer.status, told["type"], told["error"]["type"]) == (status, "error", kind)
-    assert told["request_id"] == answer.headers["request-id"]
+async def test_errors_have_anthropics_form(gateway: Gateway, worker: FakeWorker) -> None:
+    messages = "/v1/messages"
+    for path, body, headers, status, kind in (
+        (messages, {**ASKED, "model": "claude-x"}, {}, 404, "not_found_error"),
+        (messages, b"{", {}, 400, "invalid_request_error"),
+        (messages, b" " * 20_000_000, {}, 413, "request_too_large"),
+        (messages, ASKED, {"content_type": "text/plain"}, 415, "invalid_request_error"),
+        (messages, ASKED, {"x_request_id": "two words"}, 400, "invalid_request_error"),
+        (f"{messages}/batches", ASKED, {}, 404, "not_found_error"),
+        (f"{messages}/count_tokens", {"messages": []}, {}, 400, "invalid_request_error"),
+    ):
+        answer = await gateway.post(body, path, **headers)
+        told = json.loads(answer.body)
+        assert (answer.status, told["type"], told["error"]["type"]) == (status, "error", kind)
+        assert told["request_id"] == answer.headers["request-id"]
 
 
 async def test_only_these_routes_have_anthropics_form(gateway: Gateway) -> None:
@@ -400,29 +390,24 @@ async def test_a_request_like_claude_codes_is_accepted(gateway: Gateway, worker:
     """Its fields as its documentation and reports about other gateways tell them. The program itself is not run."""
     cached = {"cache_control": {"type": "ephemeral"}}
     says(worker, CALL)
+    billing = "x-anthropic-billing-header: cc_version=2.1.252.1; cc_entrypoint=cli; cch=0;"
+    talk = turns(
+        [
+            {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
+            {"type": "text", "text": "How is the weather?", **cached},
+        ],
+        [{"type": "text", "text": "I look."}, {**TOOL_USE, **cached}],
+        [{**TOOL_RESULT, "is_error": False, **cached}],
+    )["messages"]
     body = {
         "model": "demo",
         "max_tokens": 32_000,
         "stream": True,
         "system": [
-            {
-                "type": "text",
-                "text": "x-anthropic-billing-header: cc_version=2.1.252.1; cc_entrypoint=cli; cch=0;",
-            },
+            {"type": "text", "text": billing},
             {"type": "text", "text": "You are an agent.", **cached},
         ],
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
-                    {"type": "text", "text": "How is the weather?", **cached},
-                ],
-            },
-            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, {**TOOL_USE, **cached}]},
-            {"role": "user", "content": [{**TOOL_RESULT, "is_error": False, **cached}]},
-            {"role": "system", "content": "The user is away."},
-        ],
+        "messages": [*talk, {"role": "system", "content": "The user is away."}],
         "tools": [{**CLAUDES_WEATHER, "eager_input_streaming": True, **cached}],
         "metadata": {"user_id": "user_1_account_2_session_3"},
         "thinking": {"type": "adaptive", "budget_tokens": 0},

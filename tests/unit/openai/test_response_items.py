@@ -163,16 +163,8 @@ JSON = st.recursive(
 )
 FIELD = st.sampled_from(
     [
-        "input",
-        "tools",
-        "tool_choice",
-        "text",
-        "reasoning",
-        "include",
-        "metadata",
-        "stream_options",
-        "truncation",
-        "store",
+        *("input", "tools", "tool_choice", "text", "reasoning", "include", "metadata", "stream_options"),
+        *("truncation", "store"),
     ]
 )
 
