@@ -12,7 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:-]*")
 NAME_PATTERN = f"^{_NAME.pattern}$"
 """The characters of a name, for JSON schemas."""
 VARIABLE_PATTERN = f"^[A-Za-z_][A-Za-z0-9_]{{0,{MAX_NAME_CHARS - 1}}}$"
-"""What `is_variable` takes, for JSON schemas."""
+"""Pattern of what `is_variable` takes, for JSON schemas."""
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@-]+")
 
 

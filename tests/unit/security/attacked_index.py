@@ -1,4 +1,4 @@
-"""What the tests of an attacked index have in common: its cluster, its blocks and its workers."""
+"""Cluster, blocks and workers of the tests of an attacked index."""
 
 from hashlib import sha256
 
