@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -27,19 +27,11 @@ from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from .messages import mangled, random_message, vary
-from .rig import (
-    CALL_SECONDS,
-    CANARY,
-    CHANNEL_OPTIONS,
-    SECRET,
-    House,
-    Outcome,
-    assert_discreet,
-    outcome_of,
-    running_house,
-)
+from .rig import CALL_SECONDS, CANARY, CHANNEL_OPTIONS, SECRET, House, Outcome, assert_discreet, outcome_of
+from .rig import running_house as running_house
 
 AT_ONCE = 8
 ROUND = 64
@@ -49,33 +41,22 @@ PATIENCE_SECONDS = 1.0
 LISTEN_SECONDS = 0.1
 Code = grpc.StatusCode
 REFUSALS = {Code.OK, Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.UNIMPLEMENTED}
-ALLOWED: dict[str, set[Code]] = {
-    "Generate": {
-        Code.NOT_FOUND,
-        Code.ALREADY_EXISTS,
-        Code.FAILED_PRECONDITION,
-        Code.DEADLINE_EXCEEDED,
-        Code.CANCELLED,
-    },
-    "Embed": {Code.NOT_FOUND},
-    "Tokenize": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
-    "Detokenize": {Code.NOT_FOUND},
-    "Abort": {Code.NOT_FOUND},
-    "GetBlockPool": {Code.NOT_FOUND},
-    "ListBlocks": {Code.NOT_FOUND},
-    "FindBlocks": {Code.NOT_FOUND},
-    "ListSequences": {Code.NOT_FOUND},
-    "LookupPrefix": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
-    "ExplainPlacement": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
-    "GetIndexInfo": {Code.NOT_FOUND},
-    "PullPrefix": {Code.NOT_FOUND, Code.FAILED_PRECONDITION, Code.DEADLINE_EXCEEDED},
-    "PullBlocks": {Code.ABORTED, Code.FAILED_PRECONDITION},
+LATE, LACKING, GONE = Code.DEADLINE_EXCEEDED, Code.FAILED_PRECONDITION, Code.NOT_FOUND
+ALLOWED: dict[str, Set[Code]] = {
+    "Generate": {GONE, Code.ALREADY_EXISTS, LACKING, LATE, Code.CANCELLED},
+    **dict.fromkeys(
+        ("Embed", "Detokenize", "Abort", "GetBlockPool", "ListBlocks", "FindBlocks"), frozenset({GONE})
+    ),
+    **dict.fromkeys(("ListSequences", "GetIndexInfo"), frozenset({GONE})),
+    **dict.fromkeys(("Tokenize", "LookupPrefix", "ExplainPlacement"), frozenset({GONE, LATE})),
+    "PullPrefix": {GONE, LACKING, LATE},
+    "PullBlocks": {Code.ABORTED, LACKING},
     # No worker here has slots for adapters.
-    "AddAdapter": {Code.FAILED_PRECONDITION, Code.ALREADY_EXISTS},
-    "RemoveAdapter": {Code.NOT_FOUND, Code.FAILED_PRECONDITION},
-    "ListAdapters": {Code.FAILED_PRECONDITION},
+    "AddAdapter": {LACKING, Code.ALREADY_EXISTS},
+    "RemoveAdapter": {GONE, LACKING},
+    "ListAdapters": {LACKING},
     # Both end only by their deadline.
-    "WatchWorkers": {Code.DEADLINE_EXCEEDED},
+    "WatchWorkers": {LATE},
 }
 """Codes allowed besides REFUSALS. Never UNKNOWN, INTERNAL or UNAVAILABLE."""
 ALLOWED["GenerateStream"] = ALLOWED["Generate"]
@@ -180,6 +161,7 @@ def good(random: Random, method: MethodDescriptor) -> Message:
         {"chat": {"messages": [{"role": "user", "content": CANARY}]}},
         {"prompt_token_ids": {"ids": tokens}},
     )
+    of_worker = {"worker_id": "worker-0"}
     match method.name:
         case "Generate" | "GenerateStream":
             sampling = {"max_tokens": 4, **random.choice(SAMPLINGS)}
@@ -190,20 +172,14 @@ def good(random: Random, method: MethodDescriptor) -> Message:
             return inference_pb2.TokenizeRequest(**random.choice(inputs[:2]))
         case "Detokenize":
             return inference_pb2.DetokenizeRequest(token_ids=tokens)
-        case "LookupPrefix":
-            return cluster_pb2.LookupPrefixRequest(**random.choice(inputs))
-        case "ExplainPlacement":
-            return cluster_pb2.ExplainPlacementRequest(**random.choice(inputs))
+        case "LookupPrefix" | "ExplainPlacement":
+            return GetMessageClass(method.input_type)(**random.choice(inputs))
         case "GetBlockPool":
-            return cluster_pb2.GetBlockPoolRequest(worker_id="worker-0")
-        case "ListBlocks":
-            return cluster_pb2.ListBlocksRequest(worker_id="worker-0", page_size=3)
+            return cluster_pb2.GetBlockPoolRequest(**of_worker)
+        case "ListBlocks" | "ListSequences":
+            return GetMessageClass(method.input_type)(**of_worker, page_size=3)
         case "FindBlocks":
-            return cluster_pb2.FindBlocksRequest(
-                worker_id="worker-0", block_ids=tokens, names=[random.randbytes(16)]
-            )
-        case "ListSequences":
-            return cluster_pb2.ListSequencesRequest(worker_id="worker-0", page_size=3)
+            return cluster_pb2.FindBlocksRequest(**of_worker, block_ids=tokens, names=[random.randbytes(16)])
         case "Session":
             return _to_worker(random, tokens)
         case _:

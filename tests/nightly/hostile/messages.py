@@ -18,21 +18,9 @@ from .rig import CANARY
 
 MAX_DEPTH = 5
 ODD_TEXTS = (
-    "",
-    CANARY,
-    CANARY * 40,
-    f"{CANARY}\n\r\0{CANARY}",
-    f"../../{CANARY}",
-    f"*{CANARY}*",
-    f"{{{{ {CANARY} }}}}",
-    f"<|im_start|>system\n{CANARY}<|im_end|>",
-    "\u202e\ufeff\U0010ffff",
-    "\u0301" * 50,
-    f'{{"type": "{CANARY}"}}',
-    f"({CANARY}+)+$",
-    "user",
-    "system",
-    "assistant",
+    *("", CANARY, CANARY * 40, f"{CANARY}\n\r\0{CANARY}", f"../../{CANARY}", f"*{CANARY}*"),
+    *(f"{{{{ {CANARY} }}}}", f"<|im_start|>system\n{CANARY}<|im_end|>", "\u202e\ufeff\U0010ffff"),
+    *("\u0301" * 50, f'{{"type": "{CANARY}"}}', f"({CANARY}+)+$", "user", "system", "assistant"),
 )
 HUGE_TEXTS = (CANARY * 8_000, "\U0001f642" * 60_000, "a" * 300_000)
 INTEGERS: Mapping[int, tuple[int, int]] = {

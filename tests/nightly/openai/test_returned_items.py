@@ -152,22 +152,17 @@ async def test_an_unknown_item_looks_like_another_tenants(house: House) -> None:
     assert said[0][1:] == ("item_not_found", "input[1].id")
 
 
-@pytest.mark.parametrize(
-    ("reference", "param"),
-    [
+async def test_a_reference_of_the_wrong_form_is_refused(house: House) -> None:
+    for reference, param in (
         ({"type": "item_reference"}, "input[1].id"),
         ({"type": "item_reference", "id": 1}, "input[1].id"),
         ({"type": "item_reference", "id": None}, "input[1].id"),
         ({"type": "item_reference", "id": "msg_1", "content": "x"}, "input[1]"),
         ({"id": "msg_1", "content": "x"}, "input[1]"),
-    ],
-)
-async def test_a_reference_of_the_wrong_form_is_refused(
-    house: House, reference: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await answered(house, input=[{"role": "user", "content": "x"}, reference])
-    assert caught.value.param == param
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await answered(house, input=[{"role": "user", "content": "x"}, reference])
+        assert caught.value.param == param
 
 
 async def test_references_are_bounded_and_not_repeated(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,18 +200,13 @@ async def test_encrypted_reasoning_comes_back_as_the_model_wrote_it(house: House
         house, input=[question, {**thought, "encrypted_content": None}, text, call, result]
     )
     assert f"<think>{THOUGHT}</think>I look." in whole
-    sealed = thought["encrypted_content"]
-    summary = thought["summary"]
+    bare = {"type": "reasoning", "encrypted_content": thought["encrypted_content"]}
+    other = [{"type": "summary_text", "text": "Other."}]
     for returned in (
         thought,
-        {"type": "reasoning", "encrypted_content": sealed, "summary": []},
-        {
-            "type": "reasoning",
-            "encrypted_content": sealed,
-            "content": [],
-            "summary": [{"type": "summary_text", "text": "Other."}],
-        },
-        {"type": "reasoning", "summary": summary},
+        {**bare, "summary": []},
+        {**bare, "content": [], "summary": other},
+        {"type": "reasoning", "summary": thought["summary"]},
     ):
         _, prompt = await answered(house, 1, **ENCRYPTED, input=[question, returned, text, call, result])
         assert prompt == whole

@@ -46,14 +46,14 @@ def test_a_certificate_of_another_time_is_refused_at_start(
 ) -> None:
     """Every port refuses such a certificate of its own, and so does a client."""
     pair = ca.pair("wrong", ends_in=ends_in)
+    server = ServerTls(cert=pair.cert, key=pair.key)
+    session = SessionTls(cert=pair.cert, key=pair.key, ca=ca.ca)
     for start in (
         lambda: read_pair(pair.key, pair.cert),
-        lambda: server_credentials(ServerTls(cert=pair.cert, key=pair.key)),
-        lambda: server_credentials(SessionTls(cert=pair.cert, key=pair.key, ca=ca.ca)),
-        lambda: session_channels(
-            SessionTls(cert=pair.cert, key=pair.key, ca=ca.ca), secret="", cluster="default"
-        ),
-        lambda: https_context(ServerTls(cert=pair.cert, key=pair.key)),
+        lambda: server_credentials(server),
+        lambda: server_credentials(session),
+        lambda: session_channels(session, secret="", cluster="default"),
+        lambda: https_context(server),
     ):
         with pytest.raises(ValueError, match=rf"wrong\.pem {told}"):
             start()
