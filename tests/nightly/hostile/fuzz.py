@@ -30,8 +30,17 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from .messages import mangled, random_message, vary
-from .rig import CALL_SECONDS, CANARY, CHANNEL_OPTIONS, SECRET, House, Outcome, assert_discreet, outcome_of
-from .rig import running_house as running_house
+from .rig import (
+    CALL_SECONDS,
+    CANARY,
+    CHANNEL_OPTIONS,
+    SECRET,
+    House,
+    Outcome,
+    assert_discreet,
+    outcome_of,
+    running_house,
+)
 
 AT_ONCE = 8
 ROUND = 64

@@ -12,7 +12,7 @@ from blockyard.deploy.machine.redis_server import start_private_redis
 from blockyard.proto.index.contract import ErrorKind, PrefixIndexError
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 
-from .certificates import Authority, Pair
+from tests.unit.security.certificates import Authority, Pair
 
 
 @asynccontextmanager
