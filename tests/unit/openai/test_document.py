@@ -39,7 +39,9 @@ from .rig import CHAT, COMPLETIONS, HELLO, Answer, Gateway, Script, running_gate
 EMBEDDER = replace(FACTS, pooling=Pooling(normalizes=True), embedding_size=64)
 LIMITS = SamplingLimits()
 DOCUMENT = document("1.2.3")
-OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+OPERATIONS: list[Any] = [
+    found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()
+]
 NEVER_SAID = re.compile(r"Traceback|\.py\b|Exception|\w+Error\b|<class|object at 0x")
 
 # Over HTTP: every operation of the document.
@@ -56,8 +58,8 @@ async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gatew
 
 async def sent(gateway: Gateway, case: Any) -> Answer:
     prepared = requests.Request(**case.as_transport_kwargs(base_url="http://x")).prepare()
-    body = prepared.body or b""
-    raw = body.encode() if isinstance(body, str) else body
+    body: Any = prepared.body or b""
+    raw: bytes = body.encode() if isinstance(body, str) else body
     head = f"{prepared.method} {prepared.path_url} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
     kind = prepared.headers.get("content-type")
     return await gateway.raw(
