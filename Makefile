@@ -77,11 +77,11 @@ test-clients: install
 	npm install --prefix .venv-clients/node --no-audit --no-fund --loglevel error $(NODE_CLIENTS)
 	BLOCKYARD_CLIENTS=$(CURDIR)/.venv-clients/bin/python $(PYTEST) tests/nightly/openai/test_clients.py
 
-# Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
+# Every row of the fault matrix, the slow ones too; bench/reports/faults.md keeps what it measured.
 faults: install
-	$(PYTEST) tests -m fault -rs --faults-report docs/faults.md
+	$(PYTEST) tests -m fault -rs --faults-report bench/reports/faults.md
 
-# Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
+# Random faults under load, one after another; the seed is printed. REPORT=bench/reports/soak.md keeps the tables.
 soak: install
 	$(BIN)/python -m tests.nightly.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
