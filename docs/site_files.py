@@ -1,7 +1,7 @@
 """Chooses the files of the documentation site: the README and all that its links reach, at their own paths.
 
-mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files. It
-also ranks reports and generated references below the guides in the search, and warns of blocks of code that a page does
+mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files. In
+the search it ranks reports and generated references below the guides. It also warns of blocks of code that a page does
 not show as such, of which mkdocs says nothing.
 """
 

@@ -1,7 +1,9 @@
-"""References in the documents beside commands and programs: metrics that exist, and a picture that is readable."""
+"""References in the documents beside commands and programs: metrics that exist, and pictures that are readable."""
 
 import re
 from xml.etree import ElementTree
+
+import pytest
 
 from .rig import ROOT
 
@@ -18,8 +20,10 @@ def test_every_metric_that_tuning_names_is_one_that_operating_explains() -> None
     assert named <= explained
 
 
-def test_the_picture_of_the_architecture_has_a_title_a_description_and_both_themes() -> None:
-    text = (ROOT / "docs/architecture.svg").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["architecture", "worker", "control-plane"])
+def test_a_picture_of_the_architecture_has_a_title_a_description_and_both_themes(name: str) -> None:
+    text = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    assert f"]({name}.svg)" in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     picture = ElementTree.fromstring(text)
     assert picture.findtext(f"{SVG}title")
     assert picture.findtext(f"{SVG}desc")
