@@ -83,11 +83,10 @@ def _services(source: Source, roles: Mapping[str, str]) -> Iterator[str]:
     for number, service in enumerate(source.file.service):
         full = f"{source.file.package}.{service.name}"
         yield from (f"## {service.name}", "", source.comment(_FILE_SERVICE, number), "")
-        yield from ("| method | takes | gives | who may call it | |", "|---|---|---|---|---|")
         for place, method in enumerate(service.method):
             comment = source.comment(_FILE_SERVICE, number, _INNER, place)
             role = roles[f"/{full}/{method.name}"]
-            yield f"| `{method.name}` | {_taken(method)} | {_given(method)} | {role} | {_cell(comment)} |"
+            yield f"- `{method.name}` ({role}): {_taken(method)} to {_given(method)}. {comment}"
         yield ""
 
 
@@ -99,19 +98,18 @@ def _messages(source: Source) -> Iterator[str]:
         if not message.field:
             yield from ("No fields.", "")
             continue
-        yield from ("| field | type | |", "|---|---|---|")
         for place, field in enumerate(message.field):
             comment = source.comment(_FILE_MESSAGE, number, _INNER, place)
-            yield f"| `{field.name}` | {_type(message, field)} | {_cell(comment)} |"
+            yield f"- `{field.name}` ({_type(message, field)}): {comment}"
         yield ""
 
 
 def _enums(source: Source) -> Iterator[str]:
     for number, enum in enumerate(source.file.enum_type):
-        yield from (f"### {enum.name}", "", "| value | number | |", "|---|---|---|")
+        yield from (f"### {enum.name}", "")
         for place, value in enumerate(enum.value):
             comment = source.comment(_FILE_ENUM, number, _INNER, place)
-            yield f"| `{value.name}` | {value.number} | {_cell(comment) or _default_comment(enum, place)} |"
+            yield f"- `{value.name}` = {value.number}: {comment or _default_comment(enum, place)}"
         yield ""
 
 
@@ -120,11 +118,11 @@ def _default_comment(enum: EnumDescriptorProto, place: int) -> str:
 
 
 def _taken(method: MethodDescriptorProto) -> str:
-    return ("stream of " if method.client_streaming else "") + _link(method.input_type)
+    return ("a stream of " if method.client_streaming else "") + _link(method.input_type)
 
 
 def _given(method: MethodDescriptorProto) -> str:
-    return ("stream of " if method.server_streaming else "") + _link(method.output_type)
+    return ("a stream of " if method.server_streaming else "") + _link(method.output_type)
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
@@ -151,10 +149,6 @@ def _scalar(field: FieldDescriptorProto) -> str:
 def _link(type_name: str) -> str:
     name = type_name.rpartition(".")[2]
     return f"[{name}](#{name.lower()})"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _source(file: FileDescriptorProto) -> Source:
