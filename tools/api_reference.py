@@ -23,8 +23,8 @@ HEAD = """# API reference
 not edit it. [client.md](client.md) has the Python clients. [proto/README.md](../proto/README.md) has the rule by
 which this API changes.
 
-All services are of the package `blockyard.v1`, on one port, with server reflection and `grpc.health.v1`. A method's line
-has the roles that may call it, what it takes and what it gives. An `optional` field that is absent stands for the
+All services are of the package `blockyard.v1`, on one port, with server reflection and `grpc.health.v1`. A method's
+line has the roles that may call it, what it takes and what it gives. An `optional` field that is absent stands for the
 server's default, never for zero.
 
 If the cluster has tokens, each call carries one as metadata `authorization: Bearer TOKEN`. The token's role must be

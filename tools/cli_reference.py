@@ -183,8 +183,9 @@ def _settings() -> Iterator[str]:
     settings = sorted(
         known_settings(root).values(), key=lambda setting: list(SECTIONS).index(setting.section)
     )
+    yield from ("| section | of | keys |", "|---|---|---|")
     for section, members in groupby(settings, key=lambda setting: setting.section):
-        yield f"- `[{section}]`: {_one_line(SECTIONS[section])} Keys: {', '.join(map(_key, members))}."
+        yield f"| `[{section}]` | {_one_line(SECTIONS[section])} | {', '.join(map(_key, members))} |"
     yield from ("", "These have other variables:", "")
     for setting in settings:
         if list(setting.variables) != [f"{PREFIX}{setting.key.upper()}"]:

@@ -7,11 +7,10 @@ from blockyard.proto.metrics.table import METRICS, OUTCOMES
 
 PATH = Path(__file__).parents[3] / "docs" / "operating.md"
 BEGIN, END = (f"<!-- the table of proto/metrics/table.py: {word} -->\n" for word in ("begin", "end"))
-HEAD = "| metric | kind | unit | label | meaning | vLLM's |\n|---|---|---|---|---|---|\n"
 
 
 def table() -> str:
-    return HEAD + "".join(map(_row, METRICS))
+    return "".join(map(_row, METRICS))
 
 
 def with_table(document: str) -> str:
@@ -20,14 +19,11 @@ def with_table(document: str) -> str:
 
 
 def _row(metric: Metric) -> str:
-    vllm = ", ".join(f"`{name}`" for name in metric.vllm)
-    cells = (f"`{metric.name}`", metric.kind.value, metric.unit, _label(metric), metric.meaning, vllm)
-    return f"| {' | '.join(cells)} |\n"
+    label = f"; {_label(metric)}" if metric.label else ""
+    return f"- `{metric.name}` ({metric.kind.value}, {metric.unit}{label}): {metric.meaning}\n"
 
 
 def _label(metric: Metric) -> str:
-    if not metric.label:
-        return ""
     if metric.most_values:
         return f"`{metric.label}`: {metric.most_values} at most, see below"
     values = "see below" if metric.values == OUTCOMES else ", ".join(metric.values)

@@ -42,7 +42,7 @@ def test_its_table_of_vllms_names_has_those_that_are_served_and_from_where() -> 
 
 
 def test_it_says_of_each_metric_what_is_normal_in_the_tables_order() -> None:
-    assert re.findall(r"^\| `(\w+)` \|", ADVICE, re.MULTILINE) == [metric.name for metric in METRICS]
+    assert re.findall(r"^- `(\w+)`: ", ADVICE, re.MULTILINE) == [metric.name for metric in METRICS]
 
 
 def test_its_links_lead_somewhere() -> None:
