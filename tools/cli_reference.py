@@ -24,6 +24,7 @@ MARKER = "<!-- From here on generated: python -m tools.cli_reference docs/cli.md
 SETTLED = ("blockyard config show", "blockyard serve")
 """Commands that have all settings of `up`."""
 UP = "blockyard up"
+OFTEN = "May be given more than once."
 MANY = 4
 """Commands with one option, or options of the same commands, from which number on they are listed once."""
 PREFIX = "BLOCKYARD_UP_"
@@ -156,17 +157,26 @@ def _is_shared(option: click.Parameter) -> TypeGuard[Setting]:
 
 
 def _option_list(options: list[click.Option]) -> Iterator[str]:
+    """Yield a line for each option, or one for neighbours that are explained alike."""
+    for told, alike in groupby(options, key=_told):
+        flags = [_row(option).removeprefix("- ").removesuffix(told) for option in alike]
+        yield f"- {', '.join(flags)}{told}"
     if options:
-        yield from map(_row, options)
         yield ""
 
 
 def _row(option: click.Option) -> str:
     *short, flag = sorted(option.opts, key=len)
-    takes = "" if option.is_flag else f" {_takes(option)}"
+    often = "..." if _one_line(option.help).endswith(OFTEN) else ""
+    takes = "" if option.is_flag else f" {_takes(option)}{often}"
     default = f" ({_default(option)})" if _default(option) else ""
-    told = f": {_one_line(option.help)}" if option.help else ""
-    return f"- {', '.join(map(_code, [*short, flag + takes]))}{default}{told}"
+    return f"- {', '.join(map(_code, [*short, flag + takes]))}{default}{_told(option)}"
+
+
+def _told(option: click.Option) -> str:
+    """Return what an option does. Its form shows that it may be given more than once."""
+    told = _one_line(option.help).removesuffix(OFTEN).strip()
+    return f": {told}" if told else ""
 
 
 def _takes(option: click.Option) -> str:

@@ -134,9 +134,9 @@ def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
         return f"map of {_scalar(key)} to {_scalar(value)}"
     kind = _link(field.type_name) if field.type_name else _scalar(field)
     if field.label == FieldDescriptorProto.LABEL_REPEATED:
-        return f"repeated {kind}"
+        return f"{kind}[]"
     if field.proto3_optional:
-        return f"optional {kind}"
+        return f"{kind}?"
     if field.HasField("oneof_index"):
         return f"{kind}, one of `{message.oneof_decl[field.oneof_index].name}`"
     return kind
