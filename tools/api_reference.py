@@ -24,8 +24,9 @@ not edit it. [client.md](client.md) has the Python clients. [proto/README.md](..
 which this API changes.
 
 All services are of the package `blockyard.v1`, on one port, with server reflection and `grpc.health.v1`. A method's
-line has the roles that may call it, what it takes and what it gives. A type with `[]` is repeated, and one with `?` is
-optional: a field that is absent stands for the server's default, never for zero.
+line has the roles that may call it. Method `X` takes XRequest and gives XResponse, unless its line says otherwise. A
+type with `[]` is repeated, and one with `?` is optional: a field that is absent stands for the server's default, never
+for zero.
 
 If the cluster has tokens, each call carries one as metadata `authorization: Bearer TOKEN`. The token's role must be
 among those that may call the method. Without tokens every caller may call everything ([SECURITY.md](../SECURITY.md)).

@@ -18,7 +18,7 @@ import click
 from blockyard.deploy.cli import main as root
 from blockyard.deploy.settings.config_file import known_settings
 from blockyard.deploy.settings.effective import SECTIONS
-from blockyard.deploy.settings.setting import GroupedCommand, Setting, grouped
+from blockyard.deploy.settings.setting import TESTS, GroupedCommand, Setting, grouped
 
 MARKER = "<!-- From here on generated: python -m tools.cli_reference docs/cli.md -->"
 SETTLED = ("blockyard config show", "blockyard serve")
@@ -89,8 +89,9 @@ def _own_options(command: click.Command, options: list[click.Option]) -> Iterato
         yield from _option_list(options)
         return
     for group, members in groups:
-        yield from (f"**{group}**", "")
-        yield from _option_list(members)
+        if group != TESTS:
+            yield from (f"**{group}**", "")
+            yield from _option_list(members)
 
 
 def common_options() -> tuple[dict[str, str], list[str]]:

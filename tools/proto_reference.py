@@ -86,7 +86,7 @@ def _services(source: Source, roles: Mapping[str, str]) -> Iterator[str]:
         for place, method in enumerate(service.method):
             comment = source.comment(_FILE_SERVICE, number, _INNER, place)
             role = roles[f"/{full}/{method.name}"]
-            yield f"- `{method.name}` ({role}): {_taken(method)} to {_given(method)}. {comment}"
+            yield f"- `{method.name}` ({role}{_messages_of(method)}): {comment}"
         yield ""
 
 
@@ -117,12 +117,13 @@ def _default_comment(enum: EnumDescriptorProto, place: int) -> str:
     return "Not said." if enum.value[place].number == 0 else ""
 
 
-def _taken(method: MethodDescriptorProto) -> str:
-    return ("a stream of " if method.client_streaming else "") + _link(method.input_type)
-
-
-def _given(method: MethodDescriptorProto) -> str:
-    return ("a stream of " if method.server_streaming else "") + _link(method.output_type)
+def _messages_of(method: MethodDescriptorProto) -> str:
+    """Return what a method takes and gives, where its name does not say so."""
+    taken, given = (name.rpartition(".")[2] for name in (method.input_type, method.output_type))
+    told = "" if taken == f"{method.name}Request" else f"; takes {_link(method.input_type)}"
+    if method.server_streaming or given != f"{method.name}Response":
+        told += f"; gives {'a stream of ' if method.server_streaming else ''}{_link(method.output_type)}"
+    return told
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
