@@ -129,7 +129,7 @@ def _to_reach_a_router(command: click.Command) -> Iterator[str]:
     if taken:
         missing = [_code(option.opts[0]) for option in _all_shared() if option.name not in taken]
         but = f" but {', '.join(missing)}" if missing else ""
-        yield f"[those to reach a router](#reaching-a-router){but}"
+        yield f"[router options](#reaching-a-router){but}"
 
 
 def _reaching() -> Iterator[str]:
