@@ -1,4 +1,4 @@
-"""References in the documents beside commands and programs: metrics that exist, and pictures that are readable."""
+"""Documents and reports beside their commands: metrics that exist, readable pictures, and no more than can be read."""
 
 import re
 from xml.etree import ElementTree
@@ -31,3 +31,15 @@ def test_a_picture_of_the_architecture_has_a_title_a_description_and_both_themes
     width, height = map(float, picture.attrib["viewBox"].split()[2:])
     places = [(float(word.attrib["x"]), float(word.attrib["y"])) for word in picture.iter(f"{SVG}text")]
     assert all(0 < x < width and 0 < y < height for x, y in places)
+
+
+def test_the_documents_stay_short_enough_to_be_read() -> None:
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in ROOT.glob("docs/*.md")}
+    assert sum(words.values()) <= 45_000
+    assert words["architecture.md"] <= 5_000
+
+
+def test_of_each_kind_of_report_the_newest_alone_is_kept() -> None:
+    dated = sorted(path.stem for path in ROOT.glob("bench/reports/2???-??-??-*.md"))
+    kinds = {name[len("2026-11-23-") :]: name for name in dated}
+    assert sorted(kinds.values()) == dated
