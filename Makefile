@@ -77,12 +77,12 @@ test-clients: install
 	npm install --prefix .venv-clients/node --no-audit --no-fund --loglevel error $(NODE_CLIENTS)
 	BLOCKYARD_CLIENTS=$(CURDIR)/.venv-clients/bin/python $(PYTEST) tests/nightly/openai/test_clients.py
 
-# Every row of the fault matrix; docs/faults.md keeps what it measured. The other folders have some of the rows.
+# Every row of the fault matrix; bench/reports/faults.md keeps what it measured. The other folders have some of the rows.
 FAULT_ROWS := tests/nightly/faults tests/nightly/cluster tests/nightly/router tests/unit/faults tests/unit/router tests/unit/worker
 faults: install
-	$(PYTEST) $(FAULT_ROWS) -m fault -rs --faults-report docs/faults.md
+	$(PYTEST) $(FAULT_ROWS) -m fault -rs --faults-report bench/reports/faults.md
 
-# Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
+# Random faults under load, one after another; the seed is printed. REPORT=bench/reports/soak.md keeps the tables.
 soak: install
 	$(BIN)/python -m tests.nightly.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 

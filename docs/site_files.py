@@ -1,7 +1,8 @@
 """Chooses the files of the documentation site: the README and all that its links reach, at their own paths.
 
-mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files. It
-also warns of blocks of code that a page does not show as such, of which mkdocs says nothing.
+mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files. In
+the search it ranks reports and generated references below the guides. It also warns of blocks of code that a page does
+not show as such, of which mkdocs says nothing.
 """
 
 import logging
@@ -17,6 +18,9 @@ logger = logging.getLogger("mkdocs.hooks.site_files")
 """mkdocs fails on a warning of its own loggers."""
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^ *(?:```|~~~)", re.MULTILINE)
+BOOSTS = {"bench/reports/": 1e-5, "CHANGELOG.md": 1e-5, "docs/cli.md": 0.5, "docs/api.md": 0.5}
+"""Factors of a page's rank in the search, by the begin of its path. Other pages have 1. A word in the title counts a
+thousand times as much as one in the text, so the factor of reports is small."""
 LINK = re.compile(r"\]\(([^)\s#]+)|<img [^>]*src=\"([^\"]+)\"")
 
 
@@ -28,6 +32,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in sorted(reached_from(ROOT / "README.md"))
     ]
     return Files([*own, *documents])
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Give a page its rank in the search."""
+    for begin, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(begin):
+            page.meta["search"] = {"boost": boost}
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:

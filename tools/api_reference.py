@@ -23,8 +23,10 @@ HEAD = """# API reference
 not edit it. [client.md](client.md) has the Python clients. [proto/README.md](../proto/README.md) has the rule by
 which this API changes.
 
-All services are of the package `blockyard.v1`, on one port, with server reflection and `grpc.health.v1`. An `optional`
-field that is absent stands for the server's default, never for zero.
+All services are of the package `blockyard.v1`, on one port, with server reflection and `grpc.health.v1`. A method's
+line has the roles that may call it. Method `X` takes XRequest and gives XResponse, unless its line says otherwise. A
+type with `[]` is repeated, and one with `?` is optional: a field that is absent stands for the server's default, never
+for zero.
 
 If the cluster has tokens, each call carries one as metadata `authorization: Bearer TOKEN`. The token's role must be
 among those that may call the method. Without tokens every caller may call everything ([SECURITY.md](../SECURITY.md)).
@@ -35,9 +37,7 @@ ERRORS_HEAD = f"""## Errors
 Every error is a `google.rpc.Status`. Its details hold a `google.rpc.ErrorInfo` of domain `{ERROR_DOMAIN}` with one of
 the reasons below. A `BadRequest` names the fields that are wrong and what is allowed. A `RetryInfo` says when to retry,
 and so does the trailing metadata `grpc-retry-pushback-ms`. Messages name fields, never their values.
-
-| reason | code | when |
-|---|---|---|"""
+"""
 
 
 def document() -> str:
@@ -54,7 +54,7 @@ def _roles() -> dict[str, str]:
 def _error_rows() -> Iterator[str]:
     for kind in _kinds(RouterError):
         meaning = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
-        yield f"| `{kind.reason}` | {code_of(kind('')).name} | {meaning} |"
+        yield f"- `{kind.reason}` ({code_of(kind('')).name}): {meaning}"
 
 
 def _kinds(parent: type[RouterError]) -> Iterator[type[RouterError]]:

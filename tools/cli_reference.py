@@ -8,7 +8,8 @@ Owns the form of the reference. The text above MARKER in that file is written by
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TypeGuard
@@ -17,15 +18,27 @@ import click
 from blockyard.deploy.cli import main as root
 from blockyard.deploy.settings.config_file import known_settings
 from blockyard.deploy.settings.effective import SECTIONS
-from blockyard.deploy.settings.setting import GroupedCommand, Setting, grouped
+from blockyard.deploy.settings.setting import TESTS, GroupedCommand, Setting, grouped
 
 MARKER = "<!-- From here on generated: python -m tools.cli_reference docs/cli.md -->"
+SETTLED = ("blockyard config show", "blockyard serve")
+"""Commands that have all settings of `up`."""
+UP = "blockyard up"
+OFTEN = "May be given more than once."
+MANY = 4
+"""Commands with one option, or options of the same commands, from which number on they are listed once."""
+PREFIX = "BLOCKYARD_UP_"
+SETTINGS_HEAD = f"""Each setting is a flag of `up`, a variable, and a key in a section of the file. Flags take
+precedence, then variables, then the file. The variable is `{PREFIX}` and the key in capitals. The flag is the key with
+hyphens, unless it stands behind the key here. The lists of [up](#blockyard-up) and of
+[commands that reach a router](#reaching-a-router) say what each does."""
 Named = tuple[str, click.Command]
 
 
 def reference() -> str:
-    """Return the reference: every command with its options, then every setting."""
-    return "\n".join([MARKER, "", *_commands(), *_settings()]) + "\n"
+    """Return the reference: every command, the options that several commands have, and every setting."""
+    common, lists = common_options()
+    return "\n".join([MARKER, "", *_commands(common), *lists, *_reaching(), *_settings()]) + "\n"
 
 
 def rewritten(document: str) -> str:
@@ -45,41 +58,84 @@ def all_commands(group: click.Group = root, prefix: str = "blockyard") -> Iterat
             yield f"{prefix} {name}", command
 
 
-def _commands() -> Iterator[str]:
+def _commands(common: Mapping[str, str]) -> Iterator[str]:
     yield from ("## Commands", "")
     for name, command in all_commands():
-        usage = " ".join([name, *command.collect_usage_pieces(click.Context(command))])
-        yield from (f"### {name}", "", f"`{usage}`", "", *_paragraphs(command.help or ""))
-        options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-        own = [option for option in options if not _is_shared(option) and option.name != "config"]
-        if name.endswith((" config show", " serve")):
-            own = [option for option in own if not isinstance(option, Setting)]
-            yield from ("The settings of `up`, and:", "")
-        yield from _own_options(command, own)
-        yield from _shared_options(options)
-    yield from ("## Reaching a router", "")
-    yield from _option_table(_all_shared())
-    yield from ("`-c`, `--config FILE`: a file of settings. These commands read its `[client]`.", "")
+        yield from (f"### {name}", "")
+        if arguments := command.collect_usage_pieces(click.Context(command))[1:]:
+            yield from (f"`{' '.join([name, *arguments])}`", "")
+        yield from _paragraphs(command.help or "")
+        options = _options(name, command)
+        yield from _own_options(command, [option for option in options if _row(option) not in common])
+        further = {common[_row(option)]: None for option in options if _row(option) in common}
+        if name in SETTLED:
+            further["the [settings of `up`](#blockyard-up)"] = None
+        further |= dict.fromkeys(_to_reach_a_router(command))
+        if further:
+            yield from (f"Also: {', '.join(further)}.", "")
+
+
+def _options(name: str, command: click.Command) -> list[click.Option]:
+    """Return a command's options, without those that reach a router, and without settings that `up` lists."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    own = [option for option in options if not _is_shared(option) and option.name != "config"]
+    return [option for option in own if name not in SETTLED or not isinstance(option, Setting)]
 
 
 def _own_options(command: click.Command, options: list[click.Option]) -> Iterator[str]:
-    """Yield one table, or one for each group in the command's help."""
+    """Yield one list, or one for each group in the command's help."""
     groups = list(grouped(options))
     if len(groups) < 2 or not isinstance(command, GroupedCommand):
-        yield from _option_table(options)
+        yield from _option_list(options)
         return
     for group, members in groups:
-        yield from (f"**{group}**", "")
-        yield from _option_table(members)
+        if group != TESTS:
+            yield from (f"**{group}**", "")
+            yield from _option_list(members)
 
 
-def _shared_options(options: list[click.Option]) -> Iterator[str]:
-    """Yield a link to the table of shared options, with the names of those that this command lacks."""
-    taken = {option.name for option in options if _is_shared(option)}
+def common_options() -> tuple[dict[str, str], list[str]]:
+    """Return what stands for an option that several commands have, by its row, and the lists of these options.
+
+    Options that the same commands have, four of them or more, make a list with a heading of its own. Other options of
+    four commands or more are in the last list.
+    """
+    commands: dict[str, list[str]] = defaultdict(list)
+    flags = {}
+    for name, command in all_commands():
+        for option in _options(name, command):
+            if name != UP or not isinstance(option, Setting):
+                commands[_row(option)].append(name.removeprefix("blockyard "))
+                flags[_row(option)] = _flag(option)
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for row, names in commands.items():
+        alike[tuple(names)].append(row)
+    shown: dict[str, str] = {}
+    lines, others = [], []
+    for users, rows in alike.items():
+        if len(users) > 1 and len(rows) >= MANY:
+            title = f"Options of {' and '.join(sorted({name.split()[0] for name in users}))}"
+            lines += [f"## {title}", "", *rows, ""]
+            shown |= dict.fromkeys(rows, f"[{title.lower()}](#{title.lower().replace(' ', '-')})")
+        elif len(users) >= MANY:
+            others += rows
+    shown |= {row: _code(flags[row]) for row in others}
+    return shown, [*lines, "## Options of many commands", "", *others, ""]
+
+
+def _to_reach_a_router(command: click.Command) -> Iterator[str]:
+    """Yield a link to the options by which commands reach a router, with the names of those that this one lacks."""
+    taken = {option.name for option in command.params if _is_shared(option)}
     if taken:
         missing = [_code(option.opts[0]) for option in _all_shared() if option.name not in taken]
-        but = f", but {', '.join(missing)}" if missing else ""
-        yield from (f"And the [options to reach a router](#reaching-a-router){but}.", "")
+        but = f" but {', '.join(missing)}" if missing else ""
+        yield f"[router options](#reaching-a-router){but}"
+
+
+def _reaching() -> Iterator[str]:
+    yield from ("## Reaching a router", "")
+    yield from _option_list(_all_shared())
+    yield from ("`-c`, `--config FILE`: a file of settings. These commands read its `[client]`.", "")
 
 
 def _all_shared() -> list[click.Option]:
@@ -101,49 +157,69 @@ def _is_shared(option: click.Parameter) -> TypeGuard[Setting]:
     return isinstance(option, Setting) and option.section == "client"
 
 
-def _option_table(options: list[click.Option]) -> Iterator[str]:
+def _option_list(options: list[click.Option]) -> Iterator[str]:
+    """Yield a line for each option, or one for neighbours that are explained alike."""
+    for told, alike in groupby(options, key=_told):
+        flags = [_row(option).removeprefix("- ").removesuffix(told) for option in alike]
+        yield f"- {', '.join(flags)}{told}"
     if options:
-        yield from ("| option | default | what |", "|---|---|---|")
-        yield from (_option_row(option) for option in options)
         yield ""
 
 
-def _option_row(option: click.Option) -> str:
+def _row(option: click.Option) -> str:
     *short, flag = sorted(option.opts, key=len)
-    takes = "" if option.is_flag else f" {option.make_metavar(click.Context(root))}"
-    return (
-        f"| {', '.join(map(_code, [*short, flag + takes]))} | {_default(option)} | {_one_line(option.help)} |"
-    )
+    often = "..." if _one_line(option.help).endswith(OFTEN) else ""
+    takes = "" if option.is_flag else f" {_takes(option)}{often}"
+    default = f" ({_default(option)})" if _default(option) else ""
+    return f"- {', '.join(map(_code, [*short, flag + takes]))}{default}{_told(option)}"
+
+
+def _told(option: click.Option) -> str:
+    """Return what an option does. Its form shows that it may be given more than once."""
+    told = _one_line(option.help).removesuffix(OFTEN).strip()
+    return f": {told}" if told else ""
+
+
+def _takes(option: click.Option) -> str:
+    return option.make_metavar(click.Context(root)).removesuffix(" RANGE")
+
+
+def _flag(option: click.Option) -> str:
+    return max(option.opts, key=len)
 
 
 def _settings() -> Iterator[str]:
     yield from ("## Settings", "")
-    yield "Flags take precedence, then `BLOCKYARD_UP_...` and the other variables, then the file."
-    yield ""
+    yield from (SETTINGS_HEAD, "")
     settings = sorted(
         known_settings(root).values(), key=lambda setting: list(SECTIONS).index(setting.section)
     )
+    yield from ("| section | of | keys |", "|---|---|---|")
     for section, members in groupby(settings, key=lambda setting: setting.section):
-        yield from (f"### [{section}]", "", SECTIONS[section], "")
-        yield from ("| key | variable | is | default |", "|---|---|---|---|")
-        listed = list(members)
-        yield from (_setting_row(setting) for setting in listed)
-        yield ""
-        for setting in listed:
-            yield from _pair_rows(setting)
+        yield f"| `[{section}]` | {_one_line(SECTIONS[section])} | {', '.join(map(_key, members))} |"
+    yield from ("", "These have other variables:", "")
+    for setting in settings:
+        if list(setting.variables) != [f"{PREFIX}{setting.key.upper()}"]:
+            variables = ", ".join(map(_code, setting.variables))
+            yield f"- `{setting.key}` of `[{setting.section}]`: {variables}"
+    yield ""
+    for setting in settings:
+        yield from _pair_rows(setting)
 
 
-def _setting_row(setting: Setting) -> str:
-    variables = ", ".join(map(_code, setting.variables))
-    return f"| {_code(setting.key)} | {variables} | {_escaped(setting.kind)} | {_default(setting)} |"
+def _key(setting: Setting) -> str:
+    """Return a setting's key, with its flag where that is another word."""
+    flag = _flag(setting)
+    is_same = flag == f"--{setting.key.replace('_', '-')}"
+    return _code(setting.key) if is_same else f"{_code(setting.key)} ({_code(flag)})"
 
 
 def _pair_rows(setting: Setting) -> Iterator[str]:
-    """Yield a table of the names that NAME=VALUE may have, if they are known."""
+    """Yield the names that NAME=VALUE may have, if they are known."""
     if setting.pairs:
-        yield from (f"Names in the table `{setting.key}`:", "", "| name | default | what |", "|---|---|---|")
+        yield from (f"Names in the table `{setting.key}`:", "")
         for pair in setting.pairs:
-            yield f"| {_code(pair.name)} | {_code(str(pair.default))} | {_one_line(pair.description.help)} |"
+            yield f"- {_code(pair.name)} ({_code(str(pair.default))}): {_one_line(pair.description.help)}"
         yield ""
 
 
@@ -153,16 +229,11 @@ def _default(option: click.Option) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{_escaped(text)}`"
+    return f"`{text}`"
 
 
 def _one_line(text: str | None) -> str:
-    return _escaped(" ".join((text or "").split()))
-
-
-def _escaped(text: str) -> str:
-    """Escape bars, which end a table's cell."""
-    return text.replace("|", "\\|")
+    return " ".join((text or "").split())
 
 
 def main() -> int:

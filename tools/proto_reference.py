@@ -83,11 +83,10 @@ def _services(source: Source, roles: Mapping[str, str]) -> Iterator[str]:
     for number, service in enumerate(source.file.service):
         full = f"{source.file.package}.{service.name}"
         yield from (f"## {service.name}", "", source.comment(_FILE_SERVICE, number), "")
-        yield from ("| method | takes | gives | who may call it | |", "|---|---|---|---|---|")
         for place, method in enumerate(service.method):
             comment = source.comment(_FILE_SERVICE, number, _INNER, place)
             role = roles[f"/{full}/{method.name}"]
-            yield f"| `{method.name}` | {_taken(method)} | {_given(method)} | {role} | {_cell(comment)} |"
+            yield f"- `{method.name}` ({role}{_messages_of(method)}): {comment}"
         yield ""
 
 
@@ -99,19 +98,18 @@ def _messages(source: Source) -> Iterator[str]:
         if not message.field:
             yield from ("No fields.", "")
             continue
-        yield from ("| field | type | |", "|---|---|---|")
         for place, field in enumerate(message.field):
             comment = source.comment(_FILE_MESSAGE, number, _INNER, place)
-            yield f"| `{field.name}` | {_type(message, field)} | {_cell(comment)} |"
+            yield f"- `{field.name}` ({_type(message, field)}): {comment}"
         yield ""
 
 
 def _enums(source: Source) -> Iterator[str]:
     for number, enum in enumerate(source.file.enum_type):
-        yield from (f"### {enum.name}", "", "| value | number | |", "|---|---|---|")
+        yield from (f"### {enum.name}", "")
         for place, value in enumerate(enum.value):
             comment = source.comment(_FILE_ENUM, number, _INNER, place)
-            yield f"| `{value.name}` | {value.number} | {_cell(comment) or _default_comment(enum, place)} |"
+            yield f"- `{value.name}` = {value.number}: {comment or _default_comment(enum, place)}"
         yield ""
 
 
@@ -119,12 +117,13 @@ def _default_comment(enum: EnumDescriptorProto, place: int) -> str:
     return "Not said." if enum.value[place].number == 0 else ""
 
 
-def _taken(method: MethodDescriptorProto) -> str:
-    return ("stream of " if method.client_streaming else "") + _link(method.input_type)
-
-
-def _given(method: MethodDescriptorProto) -> str:
-    return ("stream of " if method.server_streaming else "") + _link(method.output_type)
+def _messages_of(method: MethodDescriptorProto) -> str:
+    """Return what a method takes and gives, where its name does not say so."""
+    taken, given = (name.rpartition(".")[2] for name in (method.input_type, method.output_type))
+    told = "" if taken == f"{method.name}Request" else f"; takes {_link(method.input_type)}"
+    if method.server_streaming or given != f"{method.name}Response":
+        told += f"; gives {'a stream of ' if method.server_streaming else ''}{_link(method.output_type)}"
+    return told
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
@@ -136,9 +135,9 @@ def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
         return f"map of {_scalar(key)} to {_scalar(value)}"
     kind = _link(field.type_name) if field.type_name else _scalar(field)
     if field.label == FieldDescriptorProto.LABEL_REPEATED:
-        return f"repeated {kind}"
+        return f"{kind}[]"
     if field.proto3_optional:
-        return f"optional {kind}"
+        return f"{kind}?"
     if field.HasField("oneof_index"):
         return f"{kind}, one of `{message.oneof_decl[field.oneof_index].name}`"
     return kind
@@ -151,10 +150,6 @@ def _scalar(field: FieldDescriptorProto) -> str:
 def _link(type_name: str) -> str:
     name = type_name.rpartition(".")[2]
     return f"[{name}](#{name.lower()})"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _source(file: FileDescriptorProto) -> Source:

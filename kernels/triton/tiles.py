@@ -2,7 +2,7 @@
 
 The group counts for decodes alone: prompts pack any group into the same rows. Nothing is tried at run time. We
 chose sizes whose compiled code spills nothing in a loop and loads the next keys and values while a tile is computed.
-Of these the fastest on an H100 was taken (docs/performance.md). Imports no triton.
+Of these the fastest on an H100 was taken (bench/reports/summary.md). Imports no triton.
 """
 
 import functools

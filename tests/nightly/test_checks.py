@@ -67,7 +67,7 @@ FAULTS: dict[str, list[tuple[str, Change, str]]] = {
     "mkdocs build": [
         ("docs/glossary.md", adds("\n[planted](gateway.md#planted)\n"), "anchor '#planted'"),
         ("docs/tuning.md", adds("\n```sh planted\necho\n```\n"), "docs/tuning.md' has .* fences, but"),
-        ("docs/soak.md", adds("\n[planted](planted.md)\n"), "planted.md"),
+        ("docs/client.md", adds("\n[planted](planted.md)\n"), "planted.md"),
     ],
 }
 """Faults by check: a file, the change that is planted there, and a pattern of the message that must follow."""

@@ -1,4 +1,4 @@
-"""The table of docs/faults.md: every row of the matrix with the figures of a run.
+"""The table of bench/reports/faults.md: every row of the matrix with the figures of a run.
 
 A pytest plugin that conftest.py registers. Owns the lines between the two markers of that file, nothing else in it.
 """

@@ -34,7 +34,7 @@ NUM_QUIETS = 5
 """In a run too short for one a minute."""
 ABOUT = (
     "Random faults, one after another, hit four workers, two routers and a Redis under a steady load.",
-    "`make soak REPORT=docs/soak.md` writes this file.",
+    "`make soak REPORT=bench/reports/soak.md` writes this file.",
     "",
     "- After each fault the cluster must become whole again.",
     "- Every stream must end once, by its deadline, with the tokens of an undisturbed run as far as it came.",

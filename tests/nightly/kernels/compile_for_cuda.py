@@ -269,4 +269,4 @@ if __name__ == "__main__":
     is_quick = sys.argv[1:] == ["--quick"]
     rows = main(["bf16"] if is_quick else ["fp32", "bf16"], is_quick=is_quick)
     if sys.argv[1:] == ["--write"]:
-        write(rows, Path("docs/performance.md"))
+        write(rows, Path("bench/reports/compiled-kernels.md"))

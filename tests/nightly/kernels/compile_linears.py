@@ -242,4 +242,4 @@ def main(*, is_quick: bool) -> list[str]:
 if __name__ == "__main__":
     rows = main(is_quick=sys.argv[1:] == ["--quick"])
     if sys.argv[1:] == ["--write"]:
-        write(rows, Path("docs/performance.md"), LINEAR_HEADS)
+        write(rows, Path("bench/reports/compiled-kernels.md"), LINEAR_HEADS)

@@ -29,17 +29,17 @@ def test_the_reference_has_every_method_message_and_field_of_the_generated_code(
     made = document()
     for module in (inference_pb2, cluster_pb2, admin_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
-            assert all(f"| `{method.name}` |" in made for method in service.methods)
+            assert all(f"\n- `{method.name}` (" in made for method in service.methods)
         for message in module.DESCRIPTOR.message_types_by_name.values():
             section = made.partition(f"\n### {message.name}\n")[2].partition("\n### ")[0]
-            assert all(f"| `{field.name}` |" in section for field in message.fields), message.name
+            assert all(f"\n- `{field.name}` (" in section for field in message.fields), message.name
 
 
 def test_every_reason_that_the_router_can_give_is_explained() -> None:
     rows = {
-        line.split("`")[1]: line.split("|")[3].strip()
+        line.split("`")[1]: line.partition("): ")[2].strip()
         for line in document().partition("## Errors")[2].splitlines()
-        if line.startswith("| `")
+        if line.startswith("- `")
     }
     of_grpc = [kind for kind in _all(RouterError) if kind.__module__ == RouterError.__module__]
     leaves = [kind for kind in of_grpc if not kind.__subclasses__()]

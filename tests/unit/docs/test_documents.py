@@ -93,14 +93,16 @@ def test_every_metric_that_tuning_names_is_one_that_operating_explains() -> None
     tables = re.findall(r"^\| `-.*\| ([^|]+) \|$", (ROOT / "docs/tuning.md").read_text(), flags=re.MULTILINE)
     named = {name for cell in tables for name in re.findall(r"`([a-z_]+)`", cell)}
     explained = set(
-        re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/operating.md").read_text(), flags=re.MULTILINE)
+        re.findall(r"^- `([a-z_]+)` \(", (ROOT / "docs/operating.md").read_text(), flags=re.MULTILINE)
     )
     assert len(named) > 10
     assert named <= explained
 
 
-def test_the_picture_of_the_architecture_has_a_title_a_description_and_both_themes() -> None:
-    text = (ROOT / "docs/architecture.svg").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["architecture", "worker", "control-plane"])
+def test_a_picture_of_the_architecture_has_a_title_a_description_and_both_themes(name: str) -> None:
+    text = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    assert f"]({name}.svg)" in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     picture = ElementTree.fromstring(text)
     assert picture.findtext("{http://www.w3.org/2000/svg}title")
     assert picture.findtext("{http://www.w3.org/2000/svg}desc")
@@ -111,3 +113,15 @@ def test_the_picture_of_the_architecture_has_a_title_a_description_and_both_them
         for word in picture.iter("{http://www.w3.org/2000/svg}text")
     ]
     assert all(0 < x < width and 0 < y < height for x, y in places)
+
+
+def test_the_documents_stay_short_enough_to_be_read() -> None:
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in ROOT.glob("docs/*.md")}
+    assert sum(words.values()) <= 45_000
+    assert words["architecture.md"] <= 5_000
+
+
+def test_of_each_kind_of_report_the_newest_alone_is_kept() -> None:
+    dated = sorted(path.stem for path in ROOT.glob("bench/reports/2???-??-??-*.md"))
+    kinds = {name[len("2026-11-23-") :]: name for name in dated}
+    assert sorted(kinds.values()) == dated

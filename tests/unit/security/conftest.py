@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from blockyard.router.admission.token_entries import new_token
 
-
 PEOPLE = {
     "ann": ("user", "acme"),
     "amy": ("user", "acme"),
