@@ -7,6 +7,7 @@
 - `measured` takes the figures of a row of the fault matrix.
 """
 
+import gc
 import os
 import time
 from collections import defaultdict
@@ -64,14 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions[item.nodeid.partition("[")[0]].append(item)
-    # Until these tests have moved to tests/nightly.
-    costly = [item for item in items if any(map(item.get_closest_marker, ("ci", "slow", "slow_fault")))]
-    costly = [item for item in costly if not item.nodeid.startswith("tests/nightly/")]
-    left_out = {id(item) for item in costly} | {
-        id(case) for cases in functions.values() for case in _repeated_cases(cases)
-    }
+    left_out = {id(case) for cases in functions.values() for case in _repeated_cases(cases)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look at the tests' own objects alone: what is imported and collected by now stays."""
+    gc.collect()
+    gc.freeze()
 
 
 def _repeated_cases(cases: Sequence[pytest.Function]) -> Iterator[pytest.Function]:

@@ -13,7 +13,7 @@ import pytest
 
 SLICE_SECONDS = 180.0
 UNKNOWN_SECONDS = 20.0
-"""What a test is taken to last that no `make nightly` has measured yet."""
+"""A test lasts so long, as far as we know, until `make nightly` has measured it."""
 SECONDS = Path(__file__).with_name("seconds.json")
 
 

@@ -4,7 +4,6 @@ The compiler of the CPU kernels is allowed. It runs once for a version of the so
 tokenizer process is started.
 """
 
-import os
 import sys
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -42,16 +41,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     yield
-    if _started and "BLOCKYARD_STRICT" in os.environ:
+    if _started:
         pytest.fail(f"a unit test started {', '.join(sorted(set(_started)))}: move it to tests/system")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenizers_in_place() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if find_spec("tokenizers") and find_spec(
-            "grpc"
-        ):  # A bare machine with a GPU runs the kernels' tests without.
+        # A bare machine with a GPU runs the kernels' tests without these.
+        if find_spec("tokenizers") and find_spec("grpc"):
             from tests.unit.tokenizer_in_place import tokenise_in_place
 
             tokenise_in_place(patch)

@@ -1,4 +1,4 @@
-"""What runs where follows from the folder alone: tests/unit, tests/system and tests/nightly."""
+"""The folder of a test alone decides when it runs: tests/unit, tests/system or tests/nightly."""
 
 from pathlib import Path
 

@@ -55,7 +55,7 @@ SEARCHED = {
     "proto.index.scripts._INCLUDE",
     "proto.index.shards._BETWEEN",
 }
-SIZE, WHOLE_SIZE = 64, 2**14
+SIZE, WHOLE_SIZE = 128, 2**14
 """Sizes in characters: where steps are counted, there and at twice the size, and where all is read."""
 MOST_GROWTH = 2.2
 """Steps for a text twice as long. Quadratic work takes four times as many."""

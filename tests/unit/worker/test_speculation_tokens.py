@@ -147,5 +147,5 @@ def test_a_setting_switches_guesses_on_that_come_from_the_sequence_itself() -> N
     off, on = LLM(str(DEMO), **settings), LLM(str(DEMO), speculation="ngram", **settings)
     assert on.generate([prompt], sampling)[0].outputs == off.generate([prompt], sampling)[0].outputs
     guessed, none = (llm._engine.load() for llm in (on, off))
-    assert guessed.drafted_tokens >= guessed.accepted_tokens > 5
+    assert guessed.drafted_tokens >= guessed.accepted_tokens > 0
     assert none.drafted_tokens == 0
