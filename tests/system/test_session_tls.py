@@ -47,7 +47,7 @@ async def test_a_cluster_proves_its_secret_by_tls_that_nobody_has_to_set_up(tmp_
         worker = cluster.add_worker("worker-0", *SIMULATED)
         good = cluster.add_router("good", workers=(worker.address,))
         other = cluster.add_router("other", workers=(worker.address,))
-        other.environment["BLOCKYARD_SECRET"] = "the-secret-of-another-cluster"
+        other.environment["BLOCKYARD_CLUSTER_SECRET"] = "the-secret-of-another-cluster"
         cluster.start(worker, good, other)
         async with AsyncClient(good.address) as client:
             await until_ready(client, "worker-0", seconds=60.0)
