@@ -1,7 +1,7 @@
 """A unit test starts no process: whatever needs one is in tests/system or tests/nightly.
 
-The compiler of the CPU kernels is allowed, and matplotlib's list of fonts. Each runs once on a machine. Routers tokenise in place: no
-tokenizer process is started.
+The compiler of the CPU kernels is allowed, and matplotlib's list of fonts. Each runs once on a machine. Routers
+tokenise in place: no tokenizer process is started.
 """
 
 import sys
