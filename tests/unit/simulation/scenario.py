@@ -196,6 +196,7 @@ def pulling(seed: int) -> Scenario:
     return replace(
         known,
         num_workers=3,
+        roles=known.roles if len(known.roles) == 3 else (),
         num_routers=1,
         setup=setup,
         requests=tuple(requests),
