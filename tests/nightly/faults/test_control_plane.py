@@ -46,7 +46,7 @@ def measure(folder: Path, part: str, cuts: tuple[int, ...], *options: str) -> di
         *ISOLATED,
         sys.executable,
         "-m",
-        f"{__package__}.control_plane_rows",
+        "tests.nightly.faults.control_plane_rows",
         str(folder),
         *rows,
         *options,

@@ -26,7 +26,7 @@ def networks_can_be_made() -> None:
 
 
 def _measured(row: str, folder: Path) -> dict[str, Any]:
-    command = [*ISOLATED, sys.executable, "-m", f"{__package__}.network_rows", row, str(folder)]
+    command = [*ISOLATED, sys.executable, "-m", "tests.nightly.faults.network_rows", row, str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=ROW_SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     measured: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])

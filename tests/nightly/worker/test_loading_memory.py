@@ -23,7 +23,7 @@ def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
     weight_bytes = 4 * num_parameters(config)
     largest_bytes = 4 * sizes["vocab_size"] * sizes["hidden_size"]
     done = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.loading_memory", str(tmp_path)],
+        [sys.executable, "-m", "tests.nightly.worker.loading_memory", str(tmp_path)],
         # What is freed is given back at once: what glibc would keep for later differs from run to run, up to 8 MB here.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
         capture_output=True,
