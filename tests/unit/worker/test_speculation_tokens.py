@@ -142,10 +142,10 @@ def test_drafts_change_no_output_that_follows_a_grammar(draft_model: Path | None
 def test_a_setting_switches_guesses_on_that_come_from_the_sequence_itself() -> None:
     """An output that repeats itself, so guesses are right."""
     settings = DEMO_SETTINGS | {"kv_cache_memory": 2**24, "max_model_len": 256}
-    prompt = [11, 12, 13, 14, 15, 16, 17, 18] * 6
-    sampling = SamplingParams(temperature=0.0, max_tokens=60)
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18] * 8
+    sampling = SamplingParams(temperature=0.0, max_tokens=150)
     off, on = LLM(str(DEMO), **settings), LLM(str(DEMO), speculation="ngram", **settings)
     assert on.generate([prompt], sampling)[0].outputs == off.generate([prompt], sampling)[0].outputs
     guessed, none = (llm._engine.load() for llm in (on, off))
-    assert guessed.drafted_tokens >= guessed.accepted_tokens > 0
+    assert guessed.drafted_tokens >= guessed.accepted_tokens > 20
     assert none.drafted_tokens == 0
